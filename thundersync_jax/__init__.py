@@ -1,0 +1,21 @@
+"""Reinforcement learning of language-model agents by gradient streaming, in JAX."""
+
+import importlib
+
+_HOME = {
+    "GradientStream": "stream",
+    "Max": "surrogate",
+    "Padded": "buckets",
+    "Surrogate": "surrogate",
+    "advantages": "ops.advantages",
+    "pad": "buckets",
+}
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str):
+    """Imports on first use: reading a config or `--help` must not wait for jax."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f"{__name__}.{_HOME[name]}")
+    return module if name == "advantages" else getattr(module, name)

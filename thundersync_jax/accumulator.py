@@ -1,0 +1,159 @@
+"""Sums of gradients for one step: what is kept between a trajectory and its baseline.
+
+    batch : [1, *param]   the sum of everything whose coefficient is known
+    group : [S, *param]   S sums of one open group whose coefficients are still unknown
+
+For a group advantage A_i = scale * (r_i - centre) + offset, two sums over the streamed
+members suffice, F0 = sum s_i and F1 = sum (r_i - centre) s_i, because
+
+    sum A_i s_i = offset * F0 + scale * F1 .
+
+A third, FA, holds additive gradients of a group that may still be dropped. Which sums
+exist is the caller's choice of weights; here a group is S linear combinations of the
+gradients that one call brings. Pure functions of pytrees; sums are float32 whatever the
+parameters' dtype (float64 for float64). Sums are donated: use the returned one. The
+leading 1 of the batch sum is the replica axis, on which replicas' sums are joined.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+Tree = Any
+
+
+def sum_dtype(dtype: Any) -> Any:
+    """The dtype gradients of a parameter dtype are summed in: float32 or wider."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def init(params: Tree, channels: int = 1) -> Tree:
+    """Zero sums that lie where the parameters lie.
+
+    Args:
+      params: Parameter arrays.
+      channels: 1 for the batch sum, S for the sums of an open group.
+
+    Returns:
+      A tree like `params` of zeros, [channels, *param].
+    """
+    leaves, treedef = jax.tree.flatten(params)
+    specs = tuple(
+        ((channels, *x.shape), sum_dtype(x.dtype), lead_sharding(x.sharding))
+        for x in leaves
+    )
+    return treedef.unflatten(_zeros(specs)())
+
+
+def bytes_per_device(params: Tree, channels: int, open_groups: int) -> int:
+    """Bytes of the batch sum and of all open groups' sums on one device."""
+
+    def leaf_bytes(x):
+        shard = x.sharding.shard_shape(x.shape)
+        size = 1
+        for n in shard:
+            size *= n
+        return size * sum_dtype(x.dtype).itemsize
+
+    one = sum(leaf_bytes(x) for x in jax.tree.leaves(params))
+    return (channels * open_groups + 1) * one
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def add_direct(batch: Tree, gradient: Tree) -> Tree:
+    """Adds a gradient whose coefficient is already inside it. `batch` is donated."""
+    return jax.tree.map(lambda b, g: b + g.astype(b.dtype)[None], batch, gradient)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def add_group(
+    group: Tree, fresh: jax.Array, gradients: tuple[Tree, ...], weights: jax.Array
+) -> Tree:
+    """Adds one call's gradients to the sums of an open group. `group` is donated.
+
+    Args:
+      group: Sums [S, *param].
+      fresh: bool[], True to forget what the sums held before. Starting a group over a
+        used place this way costs nothing, a separate pass of zeros would.
+      gradients: N trees like the parameters.
+      weights: [S, N], sum s receives sum_n weights[s, n] * gradients[n].
+
+    Returns:
+      The new sums [S, *param].
+    """
+
+    def add(sums, *leaves):
+        rows = []
+        for s in range(sums.shape[0]):
+            row = jnp.where(fresh, jnp.zeros_like(sums[s]), sums[s])
+            for n, leaf in enumerate(leaves):
+                row += weights[s, n].astype(row.dtype) * leaf.astype(row.dtype)
+            rows.append(row)
+        return jnp.stack(rows)
+
+    return jax.tree.map(add, group, *gradients)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def close_group(batch: Tree, group: Tree, coefficients: jax.Array) -> Tree:
+    """Adds a group whose coefficients are now known. `batch` is donated, `group` not.
+
+    Args:
+      batch: The batch sum [1, *param].
+      group: Sums [S, *param]; their place may be used again with `fresh`.
+      coefficients: [S], the number each sum is multiplied by.
+    """
+
+    def close(total, sums):
+        for s in range(sums.shape[0]):
+            total += coefficients[s].astype(total.dtype) * sums[s : s + 1]
+        return total
+
+    return jax.tree.map(close, batch, group)
+
+
+def finalize(batches: Tree, denominator: Any, like: Tree) -> tuple[Tree, jax.Array]:
+    """Reduces over replicas and divides once.
+
+    Args:
+      batches: Batch sums of all replicas, [R, *param].
+      denominator: Scalar Z > 0.
+      like: The parameters; the gradient is laid out like them.
+
+    Returns:
+      The gradient [*param], and its L2 norm over the whole tree.
+    """
+    shardings = tuple(x.sharding for x in jax.tree.leaves(like))
+    return _finalize(shardings, batches, denominator)
+
+
+def lead_sharding(sharding: jax.sharding.Sharding, name: str | None = None):
+    """The sharding of an array with one more leading axis, split over mesh axis `name`."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    spec = PartitionSpec(name, *sharding.spec)
+    return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+
+
+@functools.lru_cache(maxsize=256)
+def _zeros(specs):
+    def zeros():
+        return [jnp.zeros(shape, dtype) for shape, dtype, _ in specs]
+
+    return jax.jit(zeros, out_shardings=[sharding for *_, sharding in specs])
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _finalize(shardings, batches, denominator):
+    leaves, treedef = jax.tree.flatten(batches)
+    gradient = []
+    for sums, sharding in zip(leaves, shardings, strict=True):
+        leaf = jnp.sum(sums, axis=0) / jnp.asarray(denominator, sums.dtype)
+        if isinstance(sharding, NamedSharding):
+            leaf = jax.lax.with_sharding_constraint(leaf, sharding)
+        gradient.append(leaf)
+    norm = jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in gradient))
+    return treedef.unflatten(gradient), norm

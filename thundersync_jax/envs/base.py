@@ -1,0 +1,122 @@
+"""What an environment is: three awaitables, and a set of tasks to run them on."""
+
+import dataclasses
+import importlib
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any, Protocol
+
+from thundersync_jax.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class Action:
+    """What the policy did in one turn.
+
+    Attributes:
+      kind: "answer" for plain text, "call" for a tool call, "malformed" for a turn
+        without an end token or with misplaced special tokens.
+      text: The bytes between the special tokens, decoded with replacement.
+    """
+
+    kind: str
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Observation:
+    """What the environment answers: `text` for the policy, or `done`."""
+
+    text: str = ""
+    done: bool = False
+
+
+class Environment(Protocol):
+    """One attempt at one task. A fresh instance serves every attempt."""
+
+    async def start(self, task: Any) -> str:
+        """Sets the task up and returns the prompt."""
+
+    async def step(self, action: Action) -> Observation:
+        """Runs one action (a tool call, an answer)."""
+
+    async def verify(self) -> float:
+        """Scores the attempt once it has ended; its own phase and deadline."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskSet:
+    """Tasks, and how to act on them.
+
+    Attributes:
+      train: Training tasks; step s takes the next ones in a seeded shuffle per epoch.
+      heldout: Tasks for evaluation only.
+      environment: Makes a fresh environment for one attempt.
+      prompt: The prompt text of a task, as `start` returns it; used to check by content
+        that no held-out prompt occurs in training.
+      demonstrate: The turns of one good attempt, `(action, observation)` pairs with an
+        empty last observation; None where no warm start is possible.
+    """
+
+    train: Sequence[Any]
+    heldout: Sequence[Any]
+    environment: Callable[[], Environment]
+    prompt: Callable[[Any], str]
+    demonstrate: Callable[[Any], Sequence[tuple[Action, str]]] | None = None
+
+
+def load_factory(name: str) -> Callable[..., TaskSet]:
+    """Finds the factory that a config names.
+
+    Args:
+      name: "package.module:function", imported as Python would; the folder of the
+        config file is on the import path, so "own_task:make" names a neighbour and
+        f"{__name__}:make" the config file itself.
+
+    Raises:
+      ConfigError: No such module or function.
+    """
+    where, _, function = name.partition(":")
+    if not where or not function or where.startswith("."):
+        raise ConfigError(
+            f"env.factory is {name!r}; expected an import path, such as "
+            "'package.module:function'."
+        )
+    factory = getattr(_import(name, where), function, None)
+    if not callable(factory):
+        raise ConfigError(
+            f"env.factory is {name!r}, but {where} has no function {function!r}; "
+            "define it or name another."
+        )
+    return factory
+
+
+def check_split(tasks: TaskSet) -> None:
+    """Raises ConfigError where a split is empty or a held-out prompt is trained on."""
+    for split in ("train", "heldout"):
+        if not len(getattr(tasks, split)):
+            raise ConfigError(
+                f"the task set has no {split} tasks; its factory must give some."
+            )
+    heldout = {tasks.prompt(task) for task in tasks.heldout}
+    leaked = [text for text in map(tasks.prompt, tasks.train) if text in heldout]
+    if leaked:
+        raise ConfigError(
+            f"{len(leaked)} training tasks have the prompt of a held-out task, "
+            f"the first is {leaked[0]!r}; choose the held-out tasks first and drop "
+            "their prompts from training."
+        )
+
+
+def _import(name: str, module: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        # A missing import inside the module is the module's own error.
+        if module != missing and not module.startswith(f"{missing}."):
+            raise
+        raise ConfigError(
+            f"env.factory is {name!r}, but there is no module {missing!r}; install it "
+            "or put it beside the config file."
+        ) from error

@@ -1,0 +1,183 @@
+"""A trajectory's loss as two scalars of the parameters, and its compiled gradients.
+
+A surrogate function maps (params, sample), or (params, frozen, sample), to a
+`Surrogate`. The gradients below are compiled once per surrogate function object and
+shape signature, so every stream of a run shares them.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+Tree = Any
+
+
+class Surrogate(NamedTuple):
+    """What one sample contributes to the loss.
+
+    Attributes:
+      weighted: Scalar that the advantage multiplies; its gradient is the score
+        gradient. None where there is none.
+      additive: Scalar that does not depend on the group (a KL penalty, an entropy
+        bonus, distillation). None where there is none.
+      metrics: Flat dict of scalars for the report, summed over samples, or the largest
+        where wrapped in `Max`. No gradient flows from them.
+    """
+
+    weighted: jax.Array | None
+    additive: jax.Array | None = None
+    metrics: dict[str, Any] | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Max:
+    """Marks a metric of which the report keeps the largest value."""
+
+    value: Any
+
+
+class Structure(NamedTuple):
+    """Which parts a surrogate function returns."""
+
+    weighted: bool
+    additive: bool
+    sums: tuple[str, ...]
+    maxima: tuple[str, ...]
+
+
+class Evaluated(NamedTuple):
+    """Small numbers of one gradient call, fetched at the step boundary.
+
+    Attributes:
+      values: [rows, 2 + metrics]: weighted, additive, summed metrics, maxima.
+      finite: bool[], whether every entry of the gradient is finite.
+    """
+
+    values: jax.Array
+    finite: jax.Array
+
+
+def structure(
+    surrogate: Callable, params: Tree, frozen: Tree, sample: Tree
+) -> Structure:
+    """Finds the parts of a surrogate without computing anything.
+
+    Raises:
+      TypeError: It returns no `Surrogate`, nothing to differentiate, or a part that is
+        not a real scalar.
+    """
+    out = jax.eval_shape(
+        functools.partial(_evaluate, surrogate), params, frozen, sample
+    )
+    if not isinstance(out, Surrogate):
+        raise TypeError(
+            f"the surrogate function returned {type(out).__name__}; expected "
+            "Surrogate(weighted, additive=None, metrics=None)"
+        )
+    if out.weighted is None and out.additive is None:
+        raise TypeError("the surrogate has neither `weighted` nor `additive`; give one")
+    metrics = out.metrics or {}
+    scalars = {"weighted": out.weighted, "additive": out.additive}
+    scalars |= {
+        f"metrics[{name!r}]": x.value if isinstance(x, Max) else x
+        for name, x in metrics.items()
+    }
+    for name, x in scalars.items():
+        if x is not None and (getattr(x, "shape", None) != ()):
+            raise TypeError(
+                f"{name} of the surrogate is {x}; expected a scalar: sum over tokens "
+                "inside the surrogate function"
+            )
+    for name in ("weighted", "additive"):
+        x = scalars[name]
+        if x is not None and not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(f"{name} of the surrogate has dtype {x.dtype}, not a float")
+    maxima = {name for name, x in metrics.items() if isinstance(x, Max)}
+    return Structure(
+        out.weighted is not None,
+        out.additive is not None,
+        tuple(sorted(metrics.keys() - maxima)),
+        tuple(sorted(maxima)),
+    )
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def gradient(
+    surrogate: Callable,
+    params: Tree,
+    frozen: Tree,
+    samples: tuple[Tree, ...],
+    weights: jax.Array,
+) -> tuple[Tree, Evaluated]:
+    """Gradient of sum_i a_i * weighted_i + b_i * additive_i.
+
+    Args:
+      surrogate: The surrogate function; static.
+      params: Differentiated.
+      frozen: Further argument of the surrogate, or None.
+      samples: `rows` samples of one shape signature.
+      weights: [rows, 2], the numbers (a_i, b_i); a row of zeros counts for nothing.
+    """
+
+    def loss(params):
+        if len(samples) == 1:
+            parts = _parts(_evaluate(surrogate, params, frozen, samples[0]))[None]
+        else:
+            stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *samples)
+            parts = jax.vmap(
+                lambda sample: _parts(_evaluate(surrogate, params, frozen, sample))
+            )(stacked)
+        w = weights.astype(parts.dtype)
+        # Selected before the product: 0 * inf of an unused part would be NaN.
+        used = jnp.where(w != 0, parts[:, :2], 0)
+        return jnp.sum(w * used), jax.lax.stop_gradient(parts)
+
+    grads, parts = jax.grad(loss, has_aux=True)(params)
+    return grads, Evaluated(parts, _all_finite(grads))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def split_gradient(
+    surrogate: Callable, params: Tree, frozen: Tree, sample: Tree
+) -> tuple[Tree, Tree, Evaluated]:
+    """Gradients of `weighted` and of `additive` apart, from one forward pass."""
+
+    def parts(params):
+        values = _parts(_evaluate(surrogate, params, frozen, sample))
+        return values[:2], jax.lax.stop_gradient(values)
+
+    _, pull, values = jax.vjp(parts, params, has_aux=True)
+    one, zero = jnp.ones((), values.dtype), jnp.zeros((), values.dtype)
+    (weighted,) = pull(jnp.stack([one, zero]))
+    (additive,) = pull(jnp.stack([zero, one]))
+    finite = _all_finite(weighted) & _all_finite(additive)
+    return weighted, additive, Evaluated(values[None], finite)
+
+
+def _evaluate(surrogate, params, frozen, sample):
+    return (
+        surrogate(params, sample)
+        if frozen is None
+        else surrogate(params, frozen, sample)
+    )
+
+
+def _parts(out: Surrogate) -> jax.Array:
+    """[2 + metrics]: weighted, additive (0 where None), sums, maxima by name."""
+    zero = jnp.zeros(())
+    values = [zero if x is None else x for x in (out.weighted, out.additive)]
+    metrics = out.metrics or {}
+    maxima = sorted(k for k, x in metrics.items() if isinstance(x, Max))
+    values += [metrics[k] for k in sorted(metrics.keys() - set(maxima))]
+    values += [metrics[k].value for k in maxima]
+    dtype = jnp.result_type(jnp.float32, *values)
+    return jnp.stack([jnp.asarray(x, dtype) for x in values])
+
+
+def _all_finite(tree):
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree)]))

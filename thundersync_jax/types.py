@@ -1,0 +1,112 @@
+"""Host records: what a trajectory is, before any device sees it.
+
+Plain numpy and strings, so that records cross threads and processes. No jax.
+"""
+
+import dataclasses
+import enum
+from typing import NamedTuple
+
+import numpy as np
+
+
+class StopReason(enum.Enum):
+    """Why a trajectory ended. `failed` reasons carry no reward."""
+
+    FINISHED = "finished"  # the environment said done
+    LENGTH = "length"  # a turn reached its token limit without a stop token
+    TURN_LIMIT = "turn_limit"  # the last allowed turn was used up
+    CONTEXT_OVERFLOW = "context_overflow"  # the next observation does not fit
+    TIMEOUT = "timeout"  # a command, trajectory or step deadline passed
+    ENVIRONMENT_ERROR = "environment_error"  # start, step or verify raised
+    ENGINE_ERROR = "engine_error"  # the sampler failed on this trajectory
+    INVALID_REWARD = "invalid_reward"  # verify gave no finite number
+    CANCELLED = "cancelled"  # the step or the run was stopped
+
+    @property
+    def failed(self) -> bool:
+        """True where a component failed, rather than the policy finishing."""
+        return self in _FAILED
+
+
+_FAILED = frozenset(
+    {
+        StopReason.TIMEOUT,
+        StopReason.ENVIRONMENT_ERROR,
+        StopReason.ENGINE_ERROR,
+        StopReason.INVALID_REWARD,
+        StopReason.CANCELLED,
+    }
+)
+
+
+class TrajectoryKey(NamedTuple):
+    """What a trajectory is: its place in the run. Sampling keys derive from it."""
+
+    step: int
+    group: int
+    member: int
+    attempt: int = 0
+    phase: str = "train"  # "train", "evaluate" or "warm_start"
+
+    def __str__(self) -> str:
+        attempt = f" attempt {self.attempt}" if self.attempt else ""
+        return (
+            f"{self.phase} step {self.step} group {self.group} "
+            f"member {self.member}{attempt}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Trajectory:
+    """One member's append-only token sequence and what is known about it.
+
+    Attributes:
+      key: Step, group, member, attempt.
+      ids: int32[T], prompt, then actions and observations in order.
+      loss_mask: bool[T], True exactly on sampled (action) tokens.
+      logprobs: float32[T], the sampler's log-probability where `loss_mask`, else 0.
+      turns: Number of actions.
+      stop_reason: Why it ended.
+      policy_version: Optimizer updates behind the parameters that sampled it.
+      reward: The verdict, None while unknown or where the trajectory failed.
+      reason: One line where it failed, else empty.
+      times: Seconds on the pool's clock by name: "queued", "started", "completed",
+        "verified".
+    """
+
+    key: TrajectoryKey
+    ids: np.ndarray
+    loss_mask: np.ndarray
+    logprobs: np.ndarray
+    turns: int
+    stop_reason: StopReason
+    policy_version: int
+    reward: float | None = None
+    reason: str = ""
+    times: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self):
+        lengths = len(self.ids), len(self.loss_mask), len(self.logprobs)
+        if len(set(lengths)) != 1:
+            raise ValueError(
+                f"trajectory {self.key}: ids, loss_mask and logprobs have lengths "
+                f"{lengths[0]}, {lengths[1]} and {lengths[2]}; they must be equal. "
+                "Record every token with its mask, never cut one of them."
+            )
+
+    @property
+    def action_tokens(self) -> int:
+        """Number of trained tokens."""
+        return int(np.sum(self.loss_mask))
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """One bar of the timeline: seconds on the run's monotonic clock."""
+
+    track: str  # "rollout", "verify", "learner", "boundary"
+    name: str
+    start_secs: float
+    end_secs: float
+    lane: str = ""  # the row inside a track: a trajectory, a replica
