@@ -16,6 +16,7 @@ leading 1 of the batch sum is the replica axis, on which replicas' sums are join
 """
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -25,6 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 Tree = Any
 
 
+@functools.cache
 def sum_dtype(dtype: Any) -> Any:
     """The dtype gradients of a parameter dtype are summed in: float32 or wider."""
     return jnp.promote_types(dtype, jnp.float32)
@@ -48,18 +50,14 @@ def init(params: Tree, channels: int = 1) -> Tree:
     return treedef.unflatten(_zeros(specs)())
 
 
-def bytes_per_device(params: Tree, channels: int, open_groups: int) -> int:
-    """Bytes of the batch sum and of all open groups' sums on one device."""
+def bytes_per_device(params: Tree) -> int:
+    """Bytes of one sum on one device: the batch has one, an open group S."""
 
     def leaf_bytes(x):
         shard = x.sharding.shard_shape(x.shape)
-        size = 1
-        for n in shard:
-            size *= n
-        return size * sum_dtype(x.dtype).itemsize
+        return math.prod(shard) * sum_dtype(x.dtype).itemsize
 
-    one = sum(leaf_bytes(x) for x in jax.tree.leaves(params))
-    return (channels * open_groups + 1) * one
+    return sum(leaf_bytes(x) for x in jax.tree.leaves(params))
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -86,13 +84,13 @@ def add_group(
     """
 
     def add(sums, *leaves):
-        rows = []
-        for s in range(sums.shape[0]):
-            row = jnp.where(fresh, jnp.zeros_like(sums[s]), sums[s])
-            for n, leaf in enumerate(leaves):
-                row += weights[s, n].astype(row.dtype) * leaf.astype(row.dtype)
-            rows.append(row)
-        return jnp.stack(rows)
+        # One elementwise expression over [S, *param]: written sum by sum and stacked,
+        # XLA makes a copy of the whole array instead of updating it in place.
+        total = jnp.where(fresh, jnp.zeros_like(sums), sums)
+        for n, leaf in enumerate(leaves):
+            weight_s = jnp.expand_dims(weights[:, n], tuple(range(1, sums.ndim)))
+            total += weight_s.astype(sums.dtype) * leaf.astype(sums.dtype)[None]
+        return total
 
     return jax.tree.map(add, group, *gradients)
 
@@ -131,7 +129,7 @@ def finalize(batches: Tree, denominator: Any, like: Tree) -> tuple[Tree, jax.Arr
 
 
 def lead_sharding(sharding: jax.sharding.Sharding, name: str | None = None):
-    """The sharding of an array with one more leading axis, split over mesh axis `name`."""
+    """The sharding of an array with one more leading axis, split over axis `name`."""
     if not isinstance(sharding, NamedSharding):
         return sharding
     spec = PartitionSpec(name, *sharding.spec)

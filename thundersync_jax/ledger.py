@@ -2,14 +2,17 @@
 
 import collections
 import dataclasses
+import math
 from collections.abc import Hashable
 from typing import Any, Literal
 
 import numpy as np
 
+from thundersync_jax.errors import StreamError
 from thundersync_jax.schedule import Call, Item
 
 Denominator = Literal["none", "groups", "trajectories", "tokens"] | float
+PartialGroups = Literal["drop", "keep", "fail"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +27,7 @@ class Report:
       kept_members: Members that count.
       failed_members: Members that failed, in kept and in dropped groups.
       invalid_rewards: Those of them that failed with reason "invalid_reward".
-      rewards: Number of rewards received, whatever became of their groups.
+      rewards: Rewards of members that did not fail, whatever became of their groups.
       reward_mean: Their mean; NaN where there is none.
       tokens: Tokens of the kept members, as the caller counted them.
       denominator: Z, what the sums were divided by.
@@ -41,6 +44,8 @@ class Report:
       gradient_norm: L2 norm of the gradient, before any clipping.
       padded_over_real_tokens: Computed tokens, empty rows included, over real ones;
         1 where the caller pads nothing.
+      streamed_share: Share of the computed samples with an advantage other than 0 that
+        went through group sums; NaN where there is none.
       loss: The loss this is the gradient of.
       metrics: The surrogate's metrics over kept members.
     """
@@ -67,6 +72,7 @@ class Report:
     group_sum_bytes: int
     gradient_norm: float
     padded_over_real_tokens: float
+    streamed_share: float
     loss: float
     metrics: dict[str, float]
 
@@ -120,11 +126,15 @@ class Ledger:
         }[kind]
         return float(count or 1)
 
-    def not_finite(self, values: list[Any]) -> list[Item]:
-        """The kept samples in calls whose gradient is not finite.
+    def check_finite(self, values: list[Any], norm: float) -> None:
+        """Looks for numbers that would ruin the parameters.
 
         Args:
           values: What the device evaluated, fetched, one per call.
+          norm: Of the whole gradient.
+
+        Raises:
+          StreamError: There are some; names the trajectories where they are at fault.
         """
         bad = []
         for (call, _), evaluated in zip(self.calls, values, strict=True):
@@ -136,7 +146,17 @@ class Ledger:
                 if not np.all(np.isfinite(row[:2]))
             ]
             bad += [item for item in rows or call.items if self.kept(item)]
-        return bad
+        if bad:
+            names = ", ".join(f"{x.group!r}/{x.member}" for x in bad[:8])
+            raise StreamError(
+                f"the gradient of group/member {names} is not finite; look at its "
+                "tokens, weights and reward, nothing was updated"
+            )
+        if not np.isfinite(norm):
+            raise StreamError(
+                f"the gradient's norm is {norm} though each trajectory's gradient is "
+                "finite: the sums left float32; scale rewards or losses down"
+            )
 
     def report(
         self, values: list[Any], denominator: float, metrics: tuple, **rest: Any
@@ -144,7 +164,7 @@ class Ledger:
         """Adds everything up.
 
         Args:
-          values: As in `not_finite`.
+          values: As in `check_finite`.
           denominator: Z.
           metrics: Names of the summed metrics and of the maxima.
           **rest: The fields of `Report` that only the stream knows.
@@ -152,6 +172,7 @@ class Ledger:
         sums, maxima = metrics
         numerator, rows = 0.0, []
         how = collections.Counter()
+        carrying = collections.Counter()
         for (call, _), evaluated in zip(self.calls, values, strict=True):
             for item, row in zip(call.items, evaluated.values, strict=False):
                 if not self.kept(item):
@@ -159,7 +180,9 @@ class Ledger:
                     continue
                 how["direct" if call.place is None else "streamed"] += 1
                 row = np.asarray(row, np.float64)
-                numerator += self.advantages[item.group][item.member] * row[0] + row[1]
+                advantage = self.advantages[item.group][item.member]
+                carrying[call.place is not None] += advantage != 0
+                numerator += advantage * row[0] + row[1]
                 rows.append(row[2:])
         columns = np.array(rows).reshape(len(rows), len(sums) + len(maxima)).T
         totals = [float(np.sum(c)) for c in columns[: len(sums)]]
@@ -185,6 +208,7 @@ class Ledger:
             calls=len(self.calls),
             padded_over_real_tokens=self.counts["computed"]
             / (self.counts["real"] or 1),
+            streamed_share=carrying[True] / (carrying.total() or math.nan),
             loss=float(numerator / denominator),
             metrics=dict(zip((*sums, *maxima), (*totals, *largest), strict=True)),
             **rest,

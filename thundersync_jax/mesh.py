@@ -6,7 +6,7 @@ trajectories; only the step boundary sees the whole mesh. Splitting and joining 
 data: they re-label the shards that every device already holds.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,15 +17,6 @@ from thundersync_jax import accumulator
 
 Tree = Any
 AXES = ("replica", "fsdp", "tensor")
-
-# Logical axis of a parameter -> mesh axis that shards it.
-SHARDED_OVER = {
-    "embed": "fsdp",
-    "heads": "tensor",
-    "kv_heads": "tensor",
-    "mlp": "tensor",
-    "vocab": "tensor",
-}
 
 
 def make_mesh(
@@ -43,8 +34,9 @@ def make_mesh(
     wanted = replica * fsdp * tensor
     if len(devices) < wanted:
         raise ValueError(
-            f"mesh replica={replica} fsdp={fsdp} tensor={tensor} needs {wanted} devices "
-            f"and {len(devices)} are at hand; lower mesh.replica, mesh.fsdp or mesh.tensor"
+            f"mesh replica={replica} fsdp={fsdp} tensor={tensor} needs {wanted} "
+            f"devices and {len(devices)} are at hand; lower mesh.replica, mesh.fsdp or "
+            "mesh.tensor"
         )
     return jax.make_mesh(
         (replica, fsdp, tensor),
@@ -54,20 +46,23 @@ def make_mesh(
     )
 
 
-def parameter_shardings(mesh: Mesh, logical_axes: Tree, shapes: Tree) -> Tree:
-    """Maps logical axis names to shardings: the one table is `SHARDED_OVER`.
+def parameter_shardings(
+    mesh: Mesh, shapes: Tree, logical_axes: Tree, table: Mapping[str, str | None]
+) -> Tree:
+    """Maps logical axis names to shardings.
 
     Args:
       mesh: With axes "fsdp" and "tensor".
-      logical_axes: A tree with one tuple of names (or None) per parameter.
-      shapes: A tree of arrays or shapes of the same structure; an axis whose size the
-        mesh axis does not divide stays whole.
+      shapes: A tree of arrays or shapes. An axis whose size the mesh axis does not
+        divide stays whole.
+      logical_axes: The same tree with one tuple of names (or None) per parameter.
+      table: Mesh axis of each logical name, None where it stays whole.
     """
 
     def spec(x, names):
         axes = []
         for size, name in zip(x.shape, names, strict=True):
-            axis = SHARDED_OVER.get(name)
+            axis = table.get(name)
             fits = axis is not None and size % mesh.shape[axis] == 0
             axes.append(axis if fits and axis not in axes else None)
         return NamedSharding(mesh, PartitionSpec(*axes))
@@ -75,25 +70,57 @@ def parameter_shardings(mesh: Mesh, logical_axes: Tree, shapes: Tree) -> Tree:
     return jax.tree.map(spec, shapes, logical_axes)
 
 
-def split(tree: Tree) -> list[Tree]:
+def split(params: Tree, frozen: Tree = None) -> tuple[list[Tree], list[Tree]]:
     """One view per replica of arrays that are copied over the `replica` axis.
 
-    Arrays that lie on no mesh with a `replica` axis are one replica as they are.
+    Parameters that lie on no mesh with such an axis are one replica as they are.
+
+    Args:
+      params: Arrays that lie together.
+      frozen: Arrays that go with them. Those that lie elsewhere are copied whole to
+        every replica.
+
+    Returns:
+      The views of `params` and of `frozen`, one each per replica.
 
     Raises:
-      ValueError: An array is sharded over `replica`, or the arrays' meshes differ.
+      ValueError: There is no array in `params`, one is sharded over `replica`, or they
+        lie on different meshes or devices.
     """
-    leaves, treedef = jax.tree.flatten(tree)
-    meshes = {_mesh(x.sharding) for x in leaves} or {None}
-    if len(meshes) != 1:
+    leaves = jax.tree.leaves(params)
+    if not leaves:
+        raise ValueError("params holds no array; give what is to be differentiated")
+    places = {_mesh(x.sharding) or frozenset(x.sharding.device_set) for x in leaves}
+    if len(places) != 1:
         raise ValueError(
-            f"parameters lie on {len(meshes)} different meshes; put all of them on one"
+            f"parameters lie on {len(places)} different meshes or devices; put all of "
+            "them on one"
         )
-    mesh = meshes.pop()
-    if mesh is None:
-        return [tree]
-    parts = [_split_leaf(x, mesh) for x in leaves]
-    return [treedef.unflatten(part) for part in zip(*parts, strict=True)]
+    mesh = _mesh(leaves[0].sharding)
+    views = [params] if mesh is None else _views(params, lambda x: _split_leaf(x, mesh))
+    first = [jax.tree.leaves(view)[0] for view in views]
+
+    def frozen_views(x):
+        if mesh is not None and _mesh(x.sharding) == mesh:
+            return _split_leaf(x, mesh)
+        return [
+            x
+            if x.sharding.device_set == p.sharding.device_set
+            else jax.device_put(x, whole_sharding(p))
+            for p in first
+        ]
+
+    if not jax.tree.leaves(frozen):
+        return views, [frozen] * len(views)
+    return views, _views(frozen, frozen_views)
+
+
+def whole_sharding(parameter: jax.Array) -> Sharding:
+    """Where an array lies that every device of a replica needs whole."""
+    sharding = parameter.sharding
+    if isinstance(sharding, NamedSharding):
+        return NamedSharding(sharding.mesh, PartitionSpec())
+    return sharding
 
 
 def join(trees: Sequence[Tree], like: Tree) -> Tree:
@@ -118,6 +145,12 @@ def join(trees: Sequence[Tree], like: Tree) -> Tree:
         )
 
     return jax.tree.map(stack, like, *trees)
+
+
+def _views(tree, split_leaf):
+    leaves, treedef = jax.tree.flatten(tree)
+    parts = [split_leaf(x) for x in leaves]
+    return [treedef.unflatten(part) for part in zip(*parts, strict=True)]
 
 
 def _mesh(sharding: Sharding) -> Mesh | None:

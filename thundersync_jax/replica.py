@@ -6,16 +6,19 @@ which numbers.
 """
 
 import collections
+import contextlib
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from thundersync_jax import accumulator, surrogate
+from thundersync_jax import accumulator, mesh, surrogate
 
 Tree = Any
 IN_FLIGHT = 2  # the running call and one behind it: later news still changes the next
+_LOOK_SECS = 1e-4
 
 
 class Replica:
@@ -25,15 +28,13 @@ class Replica:
       function: The surrogate function.
       params: Parameters on this replica's devices.
       frozen: The surrogate's further argument on the same devices, or None.
-      channels: S, how many sums an open group holds.
     """
 
-    def __init__(self, function: Callable, params: Tree, frozen: Tree, channels: int):
+    def __init__(self, function: Callable, params: Tree, frozen: Tree = None):
         self._function = function
         self._params = params
         self._frozen = frozen
-        self._channels = channels
-        self._sharding = _sample_sharding(params)
+        self._sharding = mesh.whole_sharding(jax.tree.leaves(params)[0])
         self._batch = accumulator.init(params)
         self._places: dict[int, Tree] = {}
         self._holding: set[int] = set()
@@ -63,7 +64,7 @@ class Replica:
 
         Args:
           samples: `rows` samples of one shape signature.
-          weights: float32[rows, 2], the numbers (a_i, b_i).
+          weights: float[rows, 2], the numbers (a_i, b_i).
         """
         gradient, evaluated = self._gradient(samples, weights)
         self._batch = accumulator.add_direct(self._batch, gradient)
@@ -77,25 +78,26 @@ class Replica:
         Args:
           sample: The sample.
           place: Which open group.
-          weights: float32[S, N], what sum s receives of the n-th gradient. With N = 1
+          weights: float[S, N], what sum s receives of the n-th gradient. With N = 1
             the gradient of `weighted` or, where there is no such part, of `additive`;
             with N = 2 both.
           add_now: Whether `additive`, apart from the sums, joins the batch sum at once.
         """
         if add_now or weights.shape[1] == 2:
-            weighted, additive, evaluated = surrogate.split_gradient(
-                self._function, self._params, self._frozen, self._put(sample)
-            )
+            with self._mesh():
+                weighted, additive, evaluated = surrogate.split_gradient(
+                    self._function, self._params, self._frozen, self._put(sample)
+                )
             gradients = (weighted,) if add_now else (weighted, additive)
             if add_now:
                 self._batch = accumulator.add_direct(self._batch, additive)
         else:
             # A single part: one of the two coefficients meets nothing.
-            ones = np.ones((1, 2), np.float32)
+            ones = np.ones((1, 2))
             gradient, evaluated = self._gradient([sample], ones)
             gradients = (gradient,)
         if place not in self._places:
-            self._places[place] = accumulator.init(self._params, self._channels)
+            self._places[place] = accumulator.init(self._params, len(weights))
         fresh = np.bool_(place not in self._holding)
         self._holding.add(place)
         self._places[place] = accumulator.add_group(
@@ -104,7 +106,7 @@ class Replica:
         return self._started(evaluated)
 
     def close(self, place: int, coefficients: np.ndarray | None) -> None:
-        """Ends an open group: its sums times float32[S], or None to forget them."""
+        """Ends an open group: its sums times float[S], or None to forget them."""
         self._holding.discard(place)
         if coefficients is not None and np.any(coefficients):
             self._batch = accumulator.close_group(
@@ -112,32 +114,33 @@ class Replica:
             )
 
     def _gradient(self, samples, weights):
-        return surrogate.gradient(
-            self._function,
-            self._params,
-            self._frozen,
-            tuple(self._put(sample) for sample in samples),
-            weights,
-        )
+        with self._mesh():
+            return surrogate.gradient(
+                self._function,
+                self._params,
+                self._frozen,
+                self._put(tuple(samples)),
+                weights,
+            )
+
+    def _mesh(self):
+        """The replica's mesh in context, for sharding constraints inside surrogates."""
+        if isinstance(self._sharding, jax.sharding.NamedSharding):
+            return jax.set_mesh(self._sharding.mesh)
+        return contextlib.nullcontext()
 
     def _put(self, sample):
-        """Moves device arrays here; numpy arrays travel with the call itself."""
-
-        def move(x):
-            if not isinstance(x, jax.Array) or x.sharding == self._sharding:
-                return x
-            return jax.device_put(x, self._sharding)
-
-        return jax.tree.map(move, sample)
+        """Arrays of one kind of placement: committed or not makes another program."""
+        return jax.device_put(sample, self._sharding)
 
     def _started(self, evaluated):
         self._running.append(evaluated.finite)
         return evaluated
 
 
-def _sample_sharding(params):
-    """Where a whole sample lies: copied over the replica's devices."""
-    sharding = jax.tree.leaves(params)[0].sharding
-    if isinstance(sharding, jax.sharding.NamedSharding):
-        return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
-    return sharding
+def wait_for_any(replicas: Sequence[Replica]) -> None:
+    """Blocks until one of the replicas, all of them full, can take a call."""
+    if len(replicas) == 1:
+        replicas[0].wait()
+    while min(replica.load for replica in replicas) >= IN_FLIGHT:
+        time.sleep(_LOOK_SECS)  # no way to wait for the first of several devices

@@ -13,6 +13,7 @@ or when the step has no more to come (batch).
 """
 
 import dataclasses
+import numbers
 from collections.abc import Hashable
 from typing import Literal, NamedTuple
 
@@ -112,8 +113,10 @@ class Schedule:
         """Announces a group of so many members."""
         if group in self._groups:
             raise ValueError(f"group {group!r} is open already; name every group once")
-        if members < 1:
-            raise ValueError(f"group {group!r} has {members} members; expected >= 1")
+        if not isinstance(members, numbers.Integral) or members < 1:
+            raise ValueError(
+                f"group {group!r} has members={members!r}; expected a whole number >= 1"
+            )
         fresh = [_Member() for _ in range(members)]
         self._groups[group] = _Group(len(self._groups), fresh, members)
 
@@ -209,10 +212,10 @@ class Schedule:
         """Finds the member an event is about, or says what is wrong with the event."""
         if group not in self._groups:
             raise ValueError(
-                f"{event} for group {group!r}, which is not open; open_group comes first"
+                f"{event} for group {group!r}, which is not open; call open_group first"
             )
         members = self._groups[group].members
-        if not isinstance(member, int) or not 0 <= member < len(members):
+        if not isinstance(member, numbers.Integral) or not 0 <= member < len(members):
             raise ValueError(
                 f"{event} for member {member!r} of group {group!r}; expected an index "
                 f"from 0 to {len(members) - 1}"
@@ -220,7 +223,8 @@ class Schedule:
         if members[member].settled:
             how = "has failed" if members[member].failed else "is complete and rewarded"
             raise ValueError(
-                f"{event} for group {group!r} member {member}, which {how}; it is settled"
+                f"{event} for group {group!r} member {member}, which {how}; a settled "
+                "member does not change"
             )
         return members[member]
 

@@ -10,26 +10,31 @@ order of events changes nothing but the rounding of sums. It knows no model, no
 environment and no optimizer, and it starts no thread.
 """
 
-import math
+import contextlib
 import threading
 from collections.abc import Callable, Hashable
-from typing import Any, Literal, get_args
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from thundersync_jax import accumulator, mesh
+from thundersync_jax import accumulator, mesh, refusals, signature
 from thundersync_jax.buckets import Padded
+from thundersync_jax.coefficients import Coefficients
 from thundersync_jax.errors import StreamError
-from thundersync_jax.ledger import Denominator, Ledger, Report, SampleRecord
+from thundersync_jax.ledger import (
+    Denominator,
+    Ledger,
+    PartialGroups,
+    Report,
+    SampleRecord,
+)
 from thundersync_jax.ops.advantages import Estimator
-from thundersync_jax.replica import IN_FLIGHT, Replica
+from thundersync_jax.replica import IN_FLIGHT, Replica, wait_for_any
 from thundersync_jax.schedule import Call, Close, Release, Schedule
 from thundersync_jax.surrogate import Structure, Surrogate, structure
 
 Tree = Any
-PartialGroups = Literal["drop", "keep", "fail"]
 
 # What has been traced and compiled, for all streams of the process, as jit's own cache.
 _STRUCTURES: dict[Hashable, Structure] = {}
@@ -83,16 +88,20 @@ class GradientStream:
         on_call: Callable[[Call, jax.Array], None] | None = None,
         on_compile: Callable[[str], None] | None = None,
     ):
-        _check_settings(denominator, release, partial_groups, rows_per_call)
+        refusals.check_functions(surrogate, estimator)
+        refusals.check_choices(denominator, release, partial_groups)
+        refusals.check_count("rows_per_call", rows_per_call, "give at least 1")
         held = estimator is not None or partial_groups == "drop"
-        if release == "trajectory" and held and open_groups < 1:
-            raise ValueError(
-                f"open_groups is {open_groups} with release 'trajectory', which sums "
-                "unfinished groups; give at least 1, or release 'group' or 'batch'"
+        if release == "trajectory" and held:
+            refusals.check_count(
+                "open_groups",
+                open_groups,
+                "release 'trajectory' sums unfinished groups, give at least 1, or "
+                "release 'group' or 'batch'",
             )
         self._surrogate = surrogate
-        self._params = jax.tree.map(_parameter, params)
-        self._frozen = frozen
+        self._params = jax.tree.map(signature.parameter, params)
+        self._frozen = jax.tree.map(signature.device_leaf, frozen)
         self._estimator = estimator
         self._denominator = denominator
         self._partial = partial_groups
@@ -100,7 +109,7 @@ class GradientStream:
         self._on_call, self._on_compile = on_call, on_compile
         self._schedule = Schedule(
             release,
-            open_groups,
+            open_groups if release == "trajectory" and held else 0,
             drop_partial=partial_groups == "drop",
             rewards=estimator is not None,
             held=held,
@@ -108,14 +117,18 @@ class GradientStream:
         )
         self._ledger = Ledger()
         self._structure: Structure | None = None
-        self._replicas: list[Replica] = []
-        self._centres: dict[Hashable, float] = {}
+        self._replicas = [
+            Replica(surrogate, *views)
+            for views in zip(*mesh.split(self._params, self._frozen), strict=True)
+        ]
+        self._coefficients = Coefficients(estimator)
         self._open: set[int] = set()
         self._open_max = 0
         self._compiles = 0
-        self._program = (surrogate, _signature(self._params), _signature(frozen))
+        arguments = signature.placed((self._params, self._frozen))
+        self._program = signature.number((surrogate, arguments))
         self._thread = threading.get_ident()
-        self._finished = False
+        self._ended: str | None = None
 
     def open_group(self, group: Hashable, members: int) -> None:
         """Announces a group: the `members` trajectories of one prompt."""
@@ -144,11 +157,19 @@ class GradientStream:
           ValueError: It cannot be used; nothing has changed.
         """
         self._check_thread()
-        record = self._record(sample, tokens, group, member)
-        self._check_version(policy_version, group, member)
-        item = self._schedule.sample(group, member, _signature(record.tree))
+        refusals.check_version(group, member, policy_version, self._version)
+        needed = self._denominator == "tokens"
+        tokens = refusals.tokens(group, member, tokens, needed)
+        padded = sample if isinstance(sample, Padded) else Padded(sample, 1, 1)
+        tree = jax.tree.map(signature.sample_leaf, padded.tree)
+        bucket = signature.shapes(tree)
+        parts = self._examine(tree, bucket)
+        item = self._schedule.sample(group, member, bucket)
+        self._ledger.samples[item[:3]] = SampleRecord(
+            tree, tokens, padded.real_tokens, padded.padded_tokens
+        )
+        self._structure = parts
         self._version = policy_version if self._version is None else self._version
-        self._ledger.samples[item[:3]] = record
 
     def complete(
         self,
@@ -166,8 +187,10 @@ class GradientStream:
             )
         else:
             self._check_thread()
-            self._check_version(policy_version, group, member)
-        self._settle(self._schedule.complete(group, member))
+            refusals.check_version(group, member, policy_version, self._version)
+        close = self._schedule.complete(group, member)
+        self._version = policy_version if self._version is None else self._version
+        self._settle(close)
 
     def reward(self, group: Hashable, member: int, reward: float) -> None:
         """The verdict on a member is in, before or after `complete`.
@@ -177,7 +200,7 @@ class GradientStream:
             stream has no estimator and takes none.
         """
         self._check_thread()
-        value = self._check_reward(group, member, reward)
+        value = refusals.reward(group, member, reward, self._estimator)
         close = self._schedule.reward(group, member, value)
         self._ledger.rewards[group, member] = value
         self._settle(close)
@@ -193,6 +216,7 @@ class GradientStream:
         self._ledger.failures[group, member] = reason
         self._ledger.rewards.pop((group, member), None)
         if self._partial == "fail":
+            self._ended = "ended with a failed member"
             raise StreamError(
                 f"group {group!r} member {member} failed ({reason}) and partial_groups "
                 "is 'fail'; 'drop' or 'keep' would go on without it"
@@ -203,14 +227,14 @@ class GradientStream:
         """Starts ready work on free replicas. Returns whether any is left waiting."""
         self._check_thread()
         while True:
-            loads = [(r.load, i) for i, r in enumerate(self._replicas)]
-            load, index = min(loads, default=(IN_FLIGHT, 0))
+            load, index = min((r.load, i) for i, r in enumerate(self._replicas))
             if load >= IN_FLIGHT:
                 return self._schedule.ready
-            call = self._schedule.next_call(index)
-            if call is None:
-                return False
-            self._start(call)
+            with self._or_end():
+                call = self._schedule.next_call(index)
+                if call is None:
+                    return False
+                self._start(call)
 
     def finish(self) -> tuple[Tree, Report]:
         """Ends the step.
@@ -221,34 +245,21 @@ class GradientStream:
 
         Raises:
           ValueError: Members are neither settled nor failed; the stream goes on.
-          StreamError: A gradient is not finite; names the trajectories.
+          StreamError: A gradient is not finite; names the trajectories where one of
+            them is at fault.
         """
         self._check_thread()
-        outstanding = self._schedule.outstanding()
-        if outstanding:
-            names = ", ".join(f"{g!r}/{m}" for g, m in outstanding[:8])
-            raise ValueError(
-                f"{len(outstanding)} members are outstanding (group/member {names}); "
-                "complete and reward them, or call fail, before finish"
-            )
+        refusals.check_settled(self._schedule.outstanding())
         self._schedule.flush()
         while self.advance():
-            min(self._replicas, key=lambda r: r.load).wait()
-        self._finished = True
+            wait_for_any(self._replicas)
+        self._ended = "is finished"
         ledger = self._ledger
-        if not self._replicas:
-            self._make_replicas(channels=0)
         denominator = ledger.denominator(self._denominator)
         sums = mesh.join([r.batch for r in self._replicas], self._params)
         gradient, norm = accumulator.finalize(sums, denominator, self._params)
         values = jax.device_get([evaluated for _, evaluated in ledger.calls])
-        bad = ledger.not_finite(values)
-        if bad:
-            names = ", ".join(f"{x.group!r}/{x.member}" for x in bad[:8])
-            raise StreamError(
-                f"the gradient of group/member {names} is not finite; look at its "
-                "tokens, weights and reward, nothing was updated"
-            )
+        ledger.check_finite(values, norm)
         parts = self._structure
         report = ledger.report(
             values,
@@ -262,15 +273,24 @@ class GradientStream:
         )
         return gradient, report
 
+    @property
+    def advantages(self) -> dict[tuple[Hashable, int], float]:
+        """Advantages by (group, member), of kept groups whose rewards are in."""
+        return {
+            (group, member): advantage
+            for group, members in self._ledger.advantages.items()
+            for member, advantage in members.items()
+        }
+
     def _settle(self, close: Close | None) -> None:
         if close is not None:
-            self._close(close)
+            with self._or_end():
+                self._close(close)
         self.advance()
 
     def _close(self, close: Close) -> None:
         group, ledger = close.group, self._ledger
         self._open.discard(close.place)
-        centre = self._centres.pop(group, 0.0)
         if not close.kept:
             ledger.dropped.add(group)
             for index in close.replicas:
@@ -285,23 +305,15 @@ class GradientStream:
             zip(survivors, map(float, advantages), strict=False)
         )
         if close.replicas:
-            coefficients = self._coefficients(rewards, centre)
+            coefficients = self._coefficients.close(
+                group, rewards, self._holds_additive
+            )
             for index in close.replicas:
                 self._replicas[index].close(close.place, coefficients)
         parts = self._structure
         if parts and not (parts.additive or parts.sums or parts.maxima):
             zero = {m for m, a in ledger.advantages[group].items() if a == 0}
             ledger.counts["skipped"] += self._schedule.discard(group, zero)
-
-    def _coefficients(self, rewards, centre) -> np.ndarray:
-        """What the sums of a closing group are multiplied by, float32[S]."""
-        numbers = []
-        if self._structure.weighted:
-            scale, offset = self._estimator.coefficients(rewards, centre)
-            numbers += [offset, scale]
-        if self._holds_additive:
-            numbers.append(1.0)
-        return np.array(numbers, np.float32)
 
     def _start(self, call: Call) -> None:
         ledger, parts = self._ledger, self._structure
@@ -310,7 +322,7 @@ class GradientStream:
         split = call.place is not None and parts.weighted and parts.additive
         self._announce(call, split)
         if call.place is None:
-            weights = np.zeros((call.rows, 2), np.float32)
+            weights = np.zeros((call.rows, 2))
             for row, item in enumerate(call.items):
                 advantages = ledger.advantages.get(item.group, {})
                 weights[row] = advantages.get(item.member, 0.0), 1.0
@@ -319,86 +331,37 @@ class GradientStream:
         else:
             self._open.add(call.place)
             self._open_max = max(self._open_max, len(self._open))
-            weights = self._hold_weights(call.items[0])
+            item = call.items[0]
+            reward = ledger.rewards[item[:2]] if parts.weighted else None
+            weights = self._coefficients.hold(item.group, reward, self._holds_additive)
             add_now = split and not self._holds_additive
             evaluated = replica.hold(trees[0], call.place, weights, add_now)
         ledger.record_call(call, evaluated)
         if self._on_call:
             self._on_call(call, evaluated.finite)
 
-    def _hold_weights(self, item) -> np.ndarray:
-        """float32[S, N]: what each sum of a group takes of each gradient of a call."""
-        rows = []
-        if self._structure.weighted:
-            reward = self._ledger.rewards[item.group, item.member]
-            centre = self._centres.setdefault(item.group, reward)
-            rows += [[1.0, 0.0], [reward - centre, 0.0]]
-        if self._holds_additive:
-            rows.append([0.0, 1.0])
-        weights = np.array(rows, np.float32)
-        return weights[:, weights.any(axis=0)]  # no column for a part that is not held
-
     @property
     def _holds_additive(self) -> bool:
         return self._structure.additive and self._partial == "drop"
 
-    def _record(self, sample, tokens, group, member) -> SampleRecord:
-        if self._denominator == "tokens" and tokens is None:
-            raise ValueError(
-                f"group {group!r} member {member}: tokens is missing and the denominator "
-                "is 'tokens'; say how many trained tokens the sample has"
-            )
-        if tokens is not None and tokens < 0:
-            raise ValueError(
-                f"group {group!r} member {member}: tokens is {tokens}; expected >= 0"
-            )
-        padded = sample if isinstance(sample, Padded) else Padded(sample, 1, 1)
-        tree = jax.tree.map(_strongly_typed, padded.tree)
-        self._examine(tree)
-        return SampleRecord(tree, tokens or 0, padded.real_tokens, padded.padded_tokens)
-
-    def _examine(self, tree) -> None:
+    def _examine(self, tree, bucket) -> Structure:
         """Looks at the surrogate's parts once per shape signature."""
-        key = (*self._program, _signature(tree))
+        key = (self._program, bucket)
         if key not in _STRUCTURES:
             _STRUCTURES[key] = structure(
                 self._surrogate, self._params, self._frozen, tree
             )
-        found = _STRUCTURES[key]
-        if found.weighted and self._estimator is None:
-            raise ValueError(
-                "the surrogate has a `weighted` part and estimator is None; return it as "
-                "`additive`, or give an estimator and rewards"
-            )
-        if self._structure is None:
-            self._structure = found
-            channels = 2 * found.weighted + self._holds_additive
-            self._make_replicas(channels)
-        elif found != self._structure:
-            raise ValueError(
-                f"the surrogate has parts {found} for this sample and had "
-                f"{self._structure} before; every sample must have the same parts"
-            )
-
-    def _make_replicas(self, channels: int) -> None:
-        params = mesh.split(self._params)
-        frozen = [None] * len(params)
-        if self._frozen is not None:
-            frozen = mesh.split(self._frozen)
-            frozen = frozen * len(params) if len(frozen) == 1 else frozen
-        self._replicas = [
-            Replica(self._surrogate, p, f, channels)
-            for p, f in zip(params, frozen, strict=True)
-        ]
-        self._channels = channels
+        refusals.check_parts(_STRUCTURES[key], self._structure, self._estimator)
+        return _STRUCTURES[key]
 
     def _group_sum_bytes(self) -> int:
-        one = accumulator.bytes_per_device(self._params, self._channels, 1)
-        none = accumulator.bytes_per_device(self._params, self._channels, 0)
-        return (one - none) * self._open_max
+        if not self._open_max:
+            return 0
+        channels = 2 * self._structure.weighted + self._holds_additive
+        return channels * self._open_max * accumulator.bytes_per_device(self._params)
 
     def _announce(self, call: Call, split: bool) -> None:
-        program = (*self._program, split, call.rows, call.replica, call.items[0].bucket)
+        program = (self._program, split, call.rows, call.replica, call.items[0].bucket)
         if program in _PROGRAMS:
             return
         _PROGRAMS.add(program)
@@ -407,31 +370,14 @@ class GradientStream:
             shapes = ", ".join(str(shape) for shape, _ in call.items[0].bucket[1])
             self._on_compile(f"gradient of {call.rows} x {shapes}")
 
-    def _check_reward(self, group, member, reward) -> float:
-        where = f"group {group!r} member {member}"
-        if self._estimator is None:
-            raise ValueError(
-                f"{where} got reward {reward!r} and estimator is None, which has no use "
-                "for rewards; leave it out or give an estimator"
-            )
+    @contextlib.contextmanager
+    def _or_end(self):
+        """A decision that is half carried out leaves no step to go on with."""
         try:
-            value = float(reward)
-        except (TypeError, ValueError):
-            value = math.nan
-        if not abs(value) < 1e30:  # float32 sums need room above it
-            raise ValueError(
-                f"{where} got reward {reward!r}; expected a finite number below 1e30. "
-                "Call fail(..., reason='invalid_reward') for a missing verdict"
-            )
-        return value
-
-    def _check_version(self, version, group, member) -> None:
-        if version is not None and self._version not in (None, version):
-            raise ValueError(
-                f"group {group!r} member {member} was sampled by policy version "
-                f"{version} and this step is of version {self._version}; a step takes "
-                "trajectories of its own parameters only"
-            )
+            yield
+        except BaseException as error:
+            self._ended = f"stopped at {type(error).__name__}"
+            raise
 
     def _check_thread(self) -> None:
         if threading.get_ident() != self._thread:
@@ -439,51 +385,7 @@ class GradientStream:
                 f"called from thread {threading.current_thread().name!r}; the thread "
                 "that made a GradientStream owns it, pass events to it in a queue"
             )
-        if self._finished:
-            raise ValueError("this stream is finished; make a new one for every step")
-
-
-def _check_settings(denominator, release, partial_groups, rows_per_call) -> None:
-    choices = [
-        ("release", release, get_args(Release)),
-        ("partial_groups", partial_groups, get_args(PartialGroups)),
-    ]
-    if isinstance(denominator, str):
-        kinds = ("none", "groups", "trajectories", "tokens")
-        choices.append(("denominator", denominator, kinds))
-    elif not (math.isfinite(denominator) and denominator > 0):
-        raise ValueError(f"denominator is {denominator!r}; expected a number above 0")
-    for name, value, allowed in choices:
-        if value not in allowed:
-            expected = ", ".join(map(repr, allowed))
-            raise ValueError(f"{name} is {value!r}; expected one of {expected}")
-    if rows_per_call < 1:
-        raise ValueError(f"rows_per_call is {rows_per_call}; expected >= 1")
-
-
-def _parameter(x: Any) -> jax.Array:
-    x = _on_device(x)
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise ValueError(
-            f"a parameter of shape {x.shape} has dtype {x.dtype}, which has no gradient; "
-            "pass it in `frozen`"
-        )
-    return x
-
-
-def _on_device(x: Any) -> jax.Array:
-    x = _strongly_typed(x)
-    return x if isinstance(x, jax.Array) else jnp.asarray(x)
-
-
-def _strongly_typed(x: Any) -> Any:
-    """One dtype per kind of number, so that 0.1 and float32(0.1) share a program."""
-    if isinstance(x, jax.Array):
-        return jnp.asarray(x, x.dtype) if x.weak_type else x
-    x = np.asarray(x)
-    return x.astype(jax.dtypes.canonicalize_dtype(x.dtype), copy=False)
-
-
-def _signature(tree: Tree) -> Hashable:
-    leaves, treedef = jax.tree.flatten(tree)
-    return treedef, tuple((x.shape, x.dtype) for x in leaves)
+        if self._ended:
+            raise ValueError(
+                f"this stream {self._ended}; make a new one for every step"
+            )

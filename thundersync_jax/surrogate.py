@@ -82,6 +82,11 @@ def structure(
     if out.weighted is None and out.additive is None:
         raise TypeError("the surrogate has neither `weighted` nor `additive`; give one")
     metrics = out.metrics or {}
+    if not isinstance(metrics, dict):
+        raise TypeError(
+            f"metrics of the surrogate is a {type(metrics).__name__}; expected a flat "
+            "dict of scalars"
+        )
     scalars = {"weighted": out.weighted, "additive": out.additive}
     scalars |= {
         f"metrics[{name!r}]": x.value if isinstance(x, Max) else x
@@ -130,7 +135,8 @@ def gradient(
         else:
             stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *samples)
             parts = jax.vmap(
-                lambda sample: _parts(_evaluate(surrogate, params, frozen, sample))
+                lambda sample: _parts(_evaluate(surrogate, params, frozen, sample)),
+                axis_size=len(samples),
             )(stacked)
         w = weights.astype(parts.dtype)
         # Selected before the product: 0 * inf of an unused part would be NaN.

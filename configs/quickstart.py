@@ -1,0 +1,48 @@
+"""A tool-using agent, trained from nothing on a laptop's CPU.
+
+    python -m thundersync_jax.train --config=configs/quickstart.py --workdir=runs/quickstart
+
+A two-layer byte-level decoder answers arithmetic questions of reasoning-gym with a
+calculator: it has to copy the question into a tool call and the result into its answer.
+The warm start stops at about 40 % sampled held-out success; GRPO does the rest.
+"""
+
+from thundersync_jax.config import (
+    Config,
+    EnvConfig,
+    EvaluationConfig,
+    LatencyConfig,
+    OptimConfig,
+    RolloutConfig,
+    WarmStartConfig,
+)
+from thundersync_jax.envs.reasoning import ReasoningOptions
+
+
+def get_config(variant: str | None = None) -> Config:
+    return Config(
+        steps=150,
+        open_groups=16,
+        optim=OptimConfig(learning_rate=1e-3, warmup_steps=10),
+        rollout=RolloutConfig(
+            groups_per_step=16,
+            group_size=8,
+            slots=64,
+            context_tokens=48,
+            turn_tokens=16,
+            turns=2,
+            prefill_buckets=(16, 48),
+            gradient_buckets=(32, 48),
+        ),
+        env=EnvConfig(
+            options=ReasoningOptions(
+                tasks=("chain_sum", "products", "gcd"), terms=(2, 2), digits=(1, 2)
+            ),
+            tool_latency=LatencyConfig("lognormal", median_secs=0.04, sigma=1.0),
+            verify_latency=LatencyConfig("lognormal", median_secs=0.02, sigma=1.0),
+        ),
+        warm_start=WarmStartConfig(
+            steps=600, learning_rate=1.5e-3, check_every_steps=5, check_questions=240
+        ),
+        evaluation=EvaluationConfig(questions=240, every_steps=25),
+    )

@@ -1,0 +1,282 @@
+"""One attempt: what is recorded, how it ends, who is to blame."""
+
+import asyncio
+import contextlib
+
+import numpy as np
+import pytest
+from rollout_fakes import ANSWER, CALL, FakeEngine, FakeEnvironment, key, limits, never
+
+from thundersync_jax.rollout import render
+from thundersync_jax.rollout.agent import Agent
+from thundersync_jax.rollout.commands import Commands, Stopped
+from thundersync_jax.rollout.recorder import Recorder
+from thundersync_jax.rollout.tokenizer import END
+from thundersync_jax.types import StopReason
+
+
+class InlineSampler:
+    """Steps the engine inside the coroutine."""
+
+    def __init__(self, engine):
+        self.engine = engine
+
+    async def sample(self, request):
+        self.engine.submit(request)
+        (response,) = self.engine.step()
+        return response
+
+    def release(self, session):
+        self.engine.release(session)
+
+
+def play(
+    environment, policy=None, engine=None, version=0, seed=3, verify=True, **changes
+):
+    """Returns (trajectory, reward or None, engine) of one attempt."""
+    engine = engine or FakeEngine(policy, policy_version=version)
+
+    async def attempt():
+        agent = Agent(
+            key=key(member=2, group=1, step=5),
+            task="a task",
+            make_environment=lambda _: environment,
+            sampler=InlineSampler(engine),
+            commands=Commands(),
+            limits=limits(**changes),
+            seed=seed,
+            policy_version=version,
+        )
+        trajectory = await agent.act()
+        return trajectory, await agent.verify() if verify else None
+
+    return *asyncio.run(attempt()), engine
+
+
+def call_then_answer(request, turn):
+    return CALL if turn == 0 else ANSWER
+
+
+def test_trained_tokens_are_exactly_the_sampled_ones():
+    """Tool output is never trained (huggingface/trl#4975)."""
+    environment = FakeEnvironment()
+    trajectory, reward, engine = play(environment, call_then_answer)
+    parts = [render.render_prompt("2+5"), CALL, render.render_observation("2"), ANSWER]
+    sampled = np.repeat([False, True, False, True], [len(part) for part in parts])
+    np.testing.assert_array_equal(trajectory.ids, np.concatenate(parts))
+    np.testing.assert_array_equal(trajectory.loss_mask, sampled)
+    np.testing.assert_array_equal(trajectory.logprobs, np.where(sampled, -0.5, 0))
+    assert trajectory.stop_reason is StopReason.FINISHED
+    assert (trajectory.turns, reward) == (2, 1.0)
+    assert [action.text for action in environment.actions] == ["1+1", "7"]
+    # A session's later requests bring only what is new.
+    np.testing.assert_array_equal(engine.requests[1].new_ids, parts[2])
+
+
+def test_answer_without_end_token_trains_its_own_tokens_only():
+    """No padding is taken for the answer (verl-project/verl#3805)."""
+    trajectory, _, _ = play(FakeEnvironment(), lambda *_: [53, 54, 55], turn_tokens=3)
+    assert trajectory.action_tokens == 3
+    assert trajectory.ids[-1] == 55
+
+
+def test_every_turn_of_a_trajectory_is_trained():
+    """Not only the last one (NovaSky-AI/SkyRL#1507)."""
+    trajectory, _, _ = play(FakeEnvironment(), lambda *_: CALL, turns=3)
+    assert trajectory.action_tokens == 3 * len(CALL)
+
+
+def test_observation_that_does_not_fit_is_context_overflow_not_a_parse_failure():
+    """Window 16, prompt 10, reply 8 (thinking-machines-lab/tinker-cookbook#506)."""
+    environment = FakeEnvironment(prompt="12345678", reply="123456")
+    assert len(render.render_prompt("12345678")) == 10
+    assert len(render.render_observation("123456")) == 8
+    trajectory, reward, _ = play(
+        environment,
+        engine=FakeEngine(lambda *_: [CALL[0], END], 16),
+        context_tokens=16,
+        turn_tokens=4,
+        prefill_buckets=(16,),
+        gradient_buckets=(16,),
+    )
+    assert trajectory.stop_reason is StopReason.CONTEXT_OVERFLOW
+    assert [action.kind for action in environment.actions] == ["call"]
+    assert len(trajectory.ids) == 12
+    assert reward == 1.0
+
+
+def test_turn_at_its_token_limit_is_length_and_is_not_executed():
+    """4 new tokens at limit 4 (thinking-machines-lab/tinker-cookbook#506)."""
+    environment = FakeEnvironment()
+    trajectory, reward, engine = play(environment, lambda *_: [53] * 4, turn_tokens=4)
+    assert trajectory.stop_reason is StopReason.LENGTH
+    assert trajectory.action_tokens == 4
+    assert environment.actions == []
+    assert engine.requests[0].max_new_tokens == 4
+    assert reward == 1.0
+
+
+@pytest.mark.parametrize(
+    "context, stop_reason", [(8, "context_overflow"), (9, "finished")]
+)
+def test_observation_fits_with_room_for_exactly_one_token(context, stop_reason):
+    # Prompt 3 tokens, call 2, observation 3; then an empty answer, the end token.
+    trajectory, _, engine = play(
+        FakeEnvironment(prompt="1", reply="1"),
+        lambda request, _: [CALL[0], END][-request.max_new_tokens :],
+        context_tokens=context,
+        turn_tokens=2,
+        prefill_buckets=(context,),
+        gradient_buckets=(context,),
+    )
+    assert trajectory.stop_reason.value == stop_reason
+    assert [r.max_new_tokens for r in engine.requests] == [2, 1][: context - 7]
+
+
+def test_action_cut_by_the_end_of_the_context_is_context_overflow():
+    trajectory, _, _ = play(
+        FakeEnvironment(prompt="1"),
+        lambda request, _: [53] * request.max_new_tokens,
+        context_tokens=8,
+        turn_tokens=7,
+        prefill_buckets=(8,),
+        gradient_buckets=(8,),
+    )
+    assert trajectory.stop_reason is StopReason.CONTEXT_OVERFLOW
+    assert len(trajectory.ids) == 8
+
+
+def test_last_allowed_turn_is_executed_and_ends_with_turn_limit():
+    environment = FakeEnvironment()
+    trajectory, reward, _ = play(environment, lambda *_: CALL, turns=2)
+    assert trajectory.stop_reason is StopReason.TURN_LIMIT
+    assert len(environment.actions) == 2
+    assert trajectory.loss_mask[-1]
+    assert reward == 1.0
+
+
+def test_prompt_without_room_for_a_token_is_a_failure():
+    with pytest.raises(Stopped, match="66 tokens.*64") as stopped:
+        play(FakeEnvironment(prompt="x" * 64))
+    assert stopped.value.stop_reason is StopReason.CONTEXT_OVERFLOW
+    with pytest.raises(Stopped, match="64 tokens"):
+        play(FakeEnvironment(prompt="x" * 62))
+    trajectory, _, _ = play(FakeEnvironment(prompt="x" * 61), lambda *_: [END])
+    assert trajectory.action_tokens == 1
+
+
+def test_sampling_seed_names_the_turn_and_nothing_else():
+    _, _, engine = play(FakeEnvironment(), call_then_answer, seed=3)
+    assert [request.seed for request in engine.requests] == [
+        (3, 0, 5, 1, 2, 0),
+        (3, 0, 5, 1, 2, 1),
+    ]
+
+
+@pytest.mark.parametrize(
+    "reward", [True, 3, 0.5, np.float32(0.5), np.int64(2), np.bool_(1)]
+)
+def test_any_finite_number_is_a_reward(reward):
+    assert play(FakeEnvironment(reward=reward))[1] == float(reward)
+
+
+@pytest.mark.parametrize(
+    "reward",
+    [None, float("nan"), float("inf"), "1.0", np.float32("-inf"), [1], 10**400],
+)
+def test_anything_else_is_an_invalid_reward_and_never_zero(reward):
+    """A missing reward must not become 0 (huggingface/trl#6427, ms-swift#8123)."""
+    with pytest.raises(Stopped, match="expected a finite number") as stopped:
+        play(FakeEnvironment(reward=reward))
+    assert stopped.value.stop_reason is StopReason.INVALID_REWARD
+
+
+def test_environment_faults_are_values_that_name_the_command():
+    async def self_cancelling():
+        raise asyncio.CancelledError
+
+    class NotAwaitable(FakeEnvironment):
+        def step(self, action):
+            return None
+
+    class NoObservation(FakeEnvironment):
+        async def step(self, action):
+            return None
+
+    cases = [
+        (FakeEnvironment(prompt=7), "start.. returned 7"),
+        (FakeEnvironment(reply=None), "step.. of turn 0 returned None"),
+        (NoObservation(), "step.. of turn 0 returned None"),
+        (NotAwaitable(), "step.. of turn 0 raised TypeError"),
+        (FakeEnvironment(start=self_cancelling), "start.. cancelled itself"),
+        (object(), "AttributeError"),
+    ]
+    for environment, reason in cases:
+        with pytest.raises(Stopped, match=reason) as stopped:
+            play(environment)
+        assert stopped.value.stop_reason is StopReason.ENVIRONMENT_ERROR, reason
+        assert "\n" not in stopped.value.reason
+
+
+def test_deadlines_name_what_they_stopped():
+    cases = [
+        (FakeEnvironment(start=never), {"command_timeout_secs": 0.05}, r"start\(\)"),
+        (
+            FakeEnvironment(step=never),
+            {"command_timeout_secs": 0.05},
+            "of turn 0.*0.05",
+        ),
+        (
+            FakeEnvironment(reward=never),
+            {"verify_timeout_secs": 0.05},
+            "verify.*0.05 s",
+        ),
+        (
+            FakeEnvironment(step=never),
+            {"trajectory_timeout_secs": 0.05},
+            r"trajectory deadline of 0.05 s .* step\(\) of turn 0",
+        ),
+    ]
+    for environment, changes, reason in cases:
+        with pytest.raises(Stopped, match=reason) as stopped:
+            play(environment, **changes)
+        assert stopped.value.stop_reason is StopReason.TIMEOUT
+
+
+def test_session_is_released_however_the_attempt_ends():
+    for environment in (FakeEnvironment(), FakeEnvironment(reply=None)):
+        engine = FakeEngine()
+        with contextlib.suppress(Stopped):
+            play(environment, engine=engine)
+        assert engine.released == [engine.requests[0].session]
+
+
+def test_answer_of_another_policy_version_is_refused_with_both_numbers():
+    with pytest.raises(Stopped, match="version 6.* version 7") as stopped:
+        play(FakeEnvironment(), engine=FakeEngine(policy_version=6), version=7)
+    assert stopped.value.stop_reason is StopReason.ENGINE_ERROR
+
+
+def test_recorder_refuses_what_does_not_belong_together():
+    """Lengths that differ are named, never cut (huggingface/trl#5144)."""
+    recorder = Recorder(key(member=4), [1, 2], policy_version=7)
+    with pytest.raises(ValueError, match="member 4.*version 8.*version 7"):
+        recorder.action([3], [-1.0], 8)
+    with pytest.raises(ValueError, match="member 4.*2 ids.*(3,)"):
+        recorder.action([3, 4], [-1.0, -1.0, -1.0], 7)
+    with pytest.raises(ValueError, match="finite"):
+        recorder.action([3], [float("nan")], 7)
+    for ids in ([], [1.5], [[1]]):
+        with pytest.raises(ValueError, match="action ids"):
+            recorder.action(ids, [-1.0] * len(ids), 7)
+    with pytest.raises(ValueError, match="observation ids"):
+        recorder.observation([])
+    assert recorder.trajectory(StopReason.CANCELLED).ids.tolist() == [1, 2]
+
+
+def test_record_does_not_change_with_the_callers_buffer():
+    ids = np.array([5, 6], np.int32)
+    recorder = Recorder(key(), ids, policy_version=0)
+    ids[:] = 0
+    recorder.action([7], [-1.0], 0)
+    assert recorder.trajectory(StopReason.FINISHED).ids.tolist() == [5, 6, 7]

@@ -1,0 +1,169 @@
+"""Settings are checked before any device work, and every refusal is one clear line."""
+
+import dataclasses
+import json
+
+import pytest
+
+from thundersync_jax.config import (
+    Config,
+    EnvConfig,
+    EvaluationConfig,
+    LatencyConfig,
+    LossConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimConfig,
+    RolloutConfig,
+    WarmStartConfig,
+)
+from thundersync_jax.errors import ConfigError
+from thundersync_jax.settings import (
+    check_same_config,
+    config_dict,
+    differences,
+    settings,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What an environment's factory might read."""
+
+    terms: int = 2  # numbers in a sum
+    kinds: tuple[str, ...] = ("sum",)  # kinds of questions
+
+
+WRONG = {
+    "model.layers is '2'": lambda: ModelConfig(layers="2"),
+    "model.layers is 2.0": lambda: ModelConfig(layers=2.0),
+    "model.layers is True": lambda: ModelConfig(layers=True),
+    "model.layers is 0": lambda: ModelConfig(layers=0),
+    "model.qk_norm is 1": lambda: ModelConfig(qk_norm=1),
+    "model.dtype is 'fp8'": lambda: ModelConfig(dtype="fp8"),
+    "model.heads is 4 with model.kv_heads 3": lambda: ModelConfig(kv_heads=3),
+    "model.head_dim is 15": lambda: ModelConfig(head_dim=15),
+    "optim.learning_rate is -0.1": lambda: OptimConfig(learning_rate=-0.1),
+    "optim.learning_rate is nan": lambda: OptimConfig(learning_rate=float("nan")),
+    "optim.b2 is 1.0": lambda: OptimConfig(b2=1.0),
+    "optim.clip_norm is 0.0": lambda: OptimConfig(clip_norm=0.0),
+    "optim.clip_norm is 'none'": lambda: OptimConfig(clip_norm="none"),
+    "loss.constant is none": lambda: LossConfig(aggregation="constant"),
+    "loss.constant is 9.0": lambda: LossConfig(constant=9),
+    "loss.std_ddof is 2": lambda: LossConfig(std_ddof=2),
+    "rollout.slots is 3": lambda: RolloutConfig(slots=3),
+    "rollout.temperature is 0.0": lambda: RolloutConfig(temperature=0),
+    "rollout.turn_tokens is 96": lambda: RolloutConfig(turn_tokens=96),
+    "rollout.turns is 0": lambda: RolloutConfig(turns=0),
+    "rollout.verify_timeout_secs is inf": lambda: RolloutConfig(
+        verify_timeout_secs=float("inf")
+    ),
+    "rollout.failed_share_limit is 50.0": lambda: RolloutConfig(failed_share_limit=50),
+    "rollout.prefill_buckets is [16, 96]": lambda: RolloutConfig(
+        prefill_buckets=[16, 96]
+    ),
+    "rollout.prefill_buckets is (32, 16, 96)": lambda: RolloutConfig(
+        prefill_buckets=(32, 16, 96)
+    ),
+    "rollout.gradient_buckets is (48, 64)": lambda: RolloutConfig(
+        gradient_buckets=(48, 64)
+    ),
+    "rollout.gradient_buckets is ()": lambda: RolloutConfig(gradient_buckets=()),
+    "env.factory is 'my_tasks'": lambda: EnvConfig(factory="my_tasks"),
+    "env.options is {'terms': 3}": lambda: EnvConfig(options={"terms": 3}),
+    "env.tool_latency.kind is 'normal'": lambda: EnvConfig(
+        tool_latency=LatencyConfig("normal")
+    ),
+    "env.verify_latency.median_secs is 0.0": lambda: EnvConfig(
+        verify_latency=LatencyConfig("lognormal", 0.0, 1.0)
+    ),
+    "env.tool_latency.sigma is -1.0": lambda: EnvConfig(
+        tool_latency=LatencyConfig("lognormal", 0.1, -1.0)
+    ),
+    "mesh.fsdp is 0": lambda: MeshConfig(fsdp=0),
+    "warm_start.target_success is 40.0": lambda: WarmStartConfig(target_success=40),
+    "warm_start.batch_size is 0": lambda: WarmStartConfig(batch_size=0),
+    "evaluation.questions is 0": lambda: EvaluationConfig(questions=0),
+    "steps is 0": lambda: Config(steps=0),
+    "seed is -1": lambda: Config(seed=-1),
+    "model is 3": lambda: Config(model=3),
+    "release is 'token'": lambda: Config(release="token"),
+    "open_groups is 0 with release 'trajectory'": lambda: Config(open_groups=0),
+    "rollout.group_size is 1 with loss.advantage 'leave_one_out'": lambda: Config(
+        rollout=RolloutConfig(group_size=1),
+        loss=LossConfig(advantage="leave_one_out"),
+    ),
+    "model.vocab_size is 256": lambda: Config(model=ModelConfig(vocab_size=256)),
+    "mesh.tensor is 3 with 4 in model.heads": lambda: Config(mesh=MeshConfig(tensor=3)),
+    "mesh.fsdp is 32 with 48 in rollout.gradient_buckets": lambda: Config(
+        mesh=MeshConfig(fsdp=32)
+    ),
+}
+
+
+@pytest.mark.parametrize("received", WRONG)
+def test_wrong_value_is_one_line_with_value_expectation_and_way_out(received):
+    with pytest.raises(ConfigError) as refused:
+        WRONG[received]()
+    line = str(refused.value)
+    assert line.startswith(f"{received}")
+    assert ", expected " in line
+    assert line.endswith(".") and "\n" not in line
+    assert len(line.split(". ")[-1].split()) >= 2  # a way out follows the expectation
+
+
+def test_settings_that_only_differ_in_how_a_number_is_written_are_one_config():
+    whole, fraction = RolloutConfig(temperature=1), RolloutConfig(temperature=1.0)
+    texts = [json.dumps(config_dict(c)) for c in (whole, fraction)]
+    assert texts[0] == texts[1]
+    assert hash(whole) == hash(fraction)
+
+
+def test_combinations_that_work_are_accepted():
+    Config(open_groups=None)
+    Config(release="group", open_groups=0)
+    Config(loss=LossConfig(aggregation="constant", constant=96))
+    Config(optim=OptimConfig(learning_rate=0.0, clip_norm=None))
+    Config(mesh=MeshConfig(replica=2, fsdp=2, tensor=2))
+    EnvConfig(tool_latency=LatencyConfig("none", 0.05, 0.8))
+
+
+def test_config_json_reads_back_exactly_and_names_the_class_of_options():
+    plain = config_dict(Config(env=EnvConfig(options=Options(terms=3))))
+    assert json.loads(json.dumps(plain)) == plain
+    assert plain["env"]["options"] == {"class": "Options", "terms": 3, "kinds": ["sum"]}
+
+
+def test_every_setting_is_in_config_json_and_has_a_comment():
+    plain = config_dict(Config())
+    for setting in settings(Config()):
+        value = plain
+        for part in setting.name.split("."):
+            value = value[part]
+        assert setting.comment, setting.name
+        assert setting.default == setting.value
+
+
+def test_another_config_in_a_work_directory_is_refused_by_naming_the_fields():
+    config = Config(env=EnvConfig(options=Options()))
+    saved = json.loads(json.dumps(config_dict(config)))
+    check_same_config(saved, config, "w")
+    other = dataclasses.replace(
+        config,
+        seed=5,
+        rollout=dataclasses.replace(config.rollout, prefill_buckets=(32, 96)),
+        env=EnvConfig(),
+    )
+    with pytest.raises(ConfigError) as refused:
+        check_same_config(saved, other, "w")
+    line = str(refused.value)
+    assert "seed: 0 -> 5" in line
+    assert "rollout.prefill_buckets: [16, 32, 96] -> [32, 96]" in line
+    assert "env.options: " in line
+    assert "steps" not in line and "\n" not in line
+
+
+def test_a_setting_that_a_saved_config_lacks_counts_as_a_difference():
+    saved = config_dict(Config())
+    del saved["optim"]["b2"]
+    assert differences(saved, config_dict(Config())) == ["optim.b2: absent -> 0.95"]

@@ -1,0 +1,63 @@
+"""A work directory belongs to one config, also after an interrupted first write."""
+
+import dataclasses
+import json
+
+import pytest
+
+from thundersync_jax.config import Config, OptimConfig
+from thundersync_jax.errors import ConfigError
+from thundersync_jax.workdir import claim
+
+CONFIG = Config(steps=10)
+
+
+def test_the_same_config_is_accepted_again(tmp_path):
+    claim(tmp_path / "run", CONFIG)
+    written = (tmp_path / "run" / "config.json").read_bytes()
+    claim(tmp_path / "run", Config(steps=10))
+    assert (tmp_path / "run" / "config.json").read_bytes() == written
+
+
+def test_another_config_is_refused_in_one_line_that_names_the_settings(tmp_path):
+    claim(tmp_path, CONFIG)
+    other = dataclasses.replace(CONFIG, seed=3, optim=OptimConfig(learning_rate=0.5))
+    with pytest.raises(ConfigError) as caught:
+        claim(tmp_path, other)
+    text = str(caught.value)
+    assert "\n" not in text and str(tmp_path) in text
+    assert "seed: 0 -> 3" in text and "optim.learning_rate: 0.001 -> 0.5" in text
+    claim(tmp_path, CONFIG)
+
+
+def test_more_steps_continue_the_run_and_fewer_are_refused(tmp_path):
+    claim(tmp_path, CONFIG)
+    claim(tmp_path, dataclasses.replace(CONFIG, steps=20))
+    assert json.loads((tmp_path / "config.json").read_text())["steps"] == 20
+    with pytest.raises(ConfigError, match="steps: 20 -> 10"):
+        claim(tmp_path, CONFIG)
+    with pytest.raises(ConfigError, match="seed: 0 -> 1") as caught:
+        claim(tmp_path, dataclasses.replace(CONFIG, steps=30, seed=1))
+    assert "steps:" not in str(caught.value)
+
+
+def test_an_interrupted_first_write_does_not_block_a_later_run(tmp_path, monkeypatch):
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            claim(tmp_path, dataclasses.replace(CONFIG, seed=7))
+    assert not (tmp_path / "config.json").exists()
+    claim(tmp_path, CONFIG)
+    claim(tmp_path, CONFIG)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"steps"', '{"steps": "ten"}', "{}"])
+def test_a_file_that_is_no_config_is_refused_in_one_line(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match="is no saved config"):
+        claim(tmp_path, CONFIG)
+    assert (tmp_path / "config.json").read_text() == text

@@ -1,0 +1,227 @@
+"""Checkpoints: what a run needs to go on exactly.
+
+Arrays and the host's facts of a step are committed together, by one rename, so a run
+that is killed at any moment finds its newest whole checkpoint. When to save, and what
+belongs to the state, the trainer decides.
+"""
+
+import functools
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+from orbax.checkpoint import v1
+
+from thundersync_jax.errors import ConfigError
+
+Tree = Any
+_SHOWN_DIFFERENCES = 3
+
+
+class Checkpoints:
+    """The numbered checkpoints of one directory, of which one thread is the owner.
+
+    Saves run in the background, one at a time. What fails there is raised by the next
+    call of any method.
+    """
+
+    def __init__(self, directory: str | os.PathLike, keep: int | None = None):
+        """Opens a directory; nothing is created before it is needed.
+
+        Args:
+          directory: On a local or mounted file system.
+          keep: Newest checkpoints kept, and leftovers of cut-off saves are removed.
+            None opens for reading only and removes nothing, since another process may
+            be writing.
+        """
+        self._directory = Path(directory).absolute()
+        self._keep = keep
+        self._saving: tuple[int, v1.AsyncResponse] | None = None
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def steps(self) -> list[int]:
+        """Steps with a complete checkpoint, ascending."""
+        self.wait()
+        if not self._directory.is_dir():
+            return []
+        return [checkpoint.step for checkpoint in self._orbax.checkpoints]
+
+    def latest(self) -> int | None:
+        """The newest step with a complete checkpoint."""
+        return max(self.steps(), default=None)
+
+    def save(self, step: int, tree: Tree, host: Mapping[str, Any]) -> None:
+        """Starts a save and returns; a save that still runs is waited for first.
+
+        Args:
+          step: Higher than those saved before.
+          tree: Jax or numpy arrays, of which a copy is taken: the caller may donate
+            or overwrite them at once.
+          host: Facts that JSON can express: whole numbers, floats, texts, lists and
+            dicts; scalars of numpy too.
+
+        Raises:
+          ConfigError: Opened for reading, or a step that is there already.
+          TypeError: `host` is not JSON.
+        """
+        facts = json.loads(json.dumps(dict(host), default=_plain))
+        steps = self.steps()
+        if self._keep is None or step in steps:
+            received = "was opened for reading" if self._keep is None else "has it"
+            raise ConfigError(
+                f"step {step} cannot be saved, {self._directory} {received}; expected "
+                "`keep` and a new step. Continue from the latest step."
+            )
+        # Orbax refuses numpy's scalars, but takes arrays without axes.
+        tree = jax.tree.map(lambda x: x if _on_device(x) else np.asarray(x), tree)
+        saving = self._orbax.save_async(step, tree, force=True, custom_metadata=facts)
+        assert saving is not None, "orbax skips a save while another one runs"
+        self._saving = step, saving
+
+    def restore(self, step: int, like: Tree) -> tuple[Tree, dict[str, Any]]:
+        """Reads a checkpoint.
+
+        Args:
+          step: One of `steps()`.
+          like: Arrays or `jax.ShapeDtypeStruct`s of the saved structure, shapes and
+            dtypes. Their shardings may be others than the saved ones.
+
+        Returns:
+          The saved values, laid out as `like` is: on its shardings (the first device
+          where it names none), numpy where it is numpy, and free to move between
+          devices where it is. And the saved `host`.
+
+        Raises:
+          ConfigError: No such step, or another structure, shape or dtype.
+        """
+        steps = self.steps()
+        if step not in steps:
+            raise ConfigError(
+                f"{self._directory} has no checkpoint of step {step}, expected one of "
+                f"{steps}. Take the latest, or train first."
+            )
+        saved = self._orbax.metadata(step)
+        self._check_like(step, saved.metadata, like)
+        tree = self._orbax.load(step, jax.tree.map(_abstract, like))
+        return jax.tree.map(_placed, tree, like), saved.custom_metadata or {}
+
+    def wait(self) -> None:
+        """Blocks until nothing is being saved; raises what a save failed with."""
+        if self._saving is None:
+            return
+        (step, saving), self._saving = self._saving, None
+        failures = []
+        # Orbax raises once per thread: `wait` in this one, `result` what its own met.
+        for wait in (self._orbax.wait, saving.result):
+            try:
+                wait()
+            except Exception as error:
+                failures.append(error)
+        if failures:
+            failures[0].add_note(f"while saving step {step} to {self._directory}")
+            raise failures[0]
+
+    def close(self) -> None:
+        """Waits and releases; later calls open again."""
+        try:
+            self.wait()
+        finally:
+            if "_orbax" in vars(self):
+                self._orbax.close()
+                del self._orbax
+
+    @functools.cached_property
+    def _orbax(self) -> v1.training.Checkpointer:
+        # Its records, several tracebacks per failure, also come as one exception.
+        logging.getLogger("absl").addFilter(_not_of_orbax)
+        policies = v1.training.preservation_policies
+        kept = policies.LatestN(self._keep) if self._keep else policies.PreserveAll()
+        return v1.training.Checkpointer(
+            self._directory,
+            preservation_policy=kept,
+            cleanup_tmp_directories=self._keep is not None,
+        )
+
+    def _check_like(self, step: int, saved: Tree, like: Tree) -> None:
+        """Orbax itself would convert dtypes without a word."""
+        there, wanted = _layout(saved), _layout(like)
+        lines = [
+            f"{path} is {there.get(path, 'absent')}, "
+            f"expected {wanted.get(path, 'absent')}"
+            for path in sorted({*there, *wanted})
+            if there.get(path) != wanted.get(path)
+        ]
+        if lines:
+            more = len(lines) - _SHOWN_DIFFERENCES
+            raise ConfigError(
+                f"checkpoint of step {step} in {self._directory} does not fit: "
+                + "; ".join(lines[:_SHOWN_DIFFERENCES])
+                + (f"; {more} more" if more > 0 else "")
+                + ". Restore it with the model and optimizer it was saved with."
+            )
+
+
+def sha256(tree: Tree) -> str:
+    """Hash of every array's path, dtype, shape and bytes; shardings do not matter."""
+    arrays = jax.device_get(tree)
+    digest = hashlib.sha256()
+    for path, x in sorted(_by_path(arrays).items()):
+        x = np.asarray(x)
+        digest.update(f"{path} {x.dtype.name} {x.shape}\n".encode())
+        digest.update(x.tobytes())
+    return digest.hexdigest()
+
+
+def _by_path(tree: Tree) -> dict[str, Any]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    keystr = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
+    return {keystr(path): leaf for path, leaf in leaves}
+
+
+def _layout(tree: Tree) -> dict[str, str]:
+    described = {}
+    for path, x in _by_path(tree).items():
+        x = x if hasattr(x, "shape") else np.asarray(x)
+        described[path] = f"{np.dtype(x.dtype).name}{list(x.shape)}"
+    return described
+
+
+def _on_device(x: Any) -> bool:
+    return isinstance(x, jax.Array | jax.ShapeDtypeStruct)
+
+
+def _abstract(like: Any) -> Any:
+    if not _on_device(like):
+        return np.asarray(like)
+    sharding = like.sharding or SingleDeviceSharding(jax.local_devices()[0])
+    return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=sharding)
+
+
+def _placed(x: Any, like: Any) -> Any:
+    """Orbax pins every array to its devices; one that was free would now clash."""
+    if isinstance(like, jax.Array) and not like.committed:
+        return jnp.asarray(np.asarray(x))
+    return x
+
+
+def _plain(scalar: Any) -> Any:
+    if isinstance(scalar, np.generic):
+        return scalar.item()
+    raise TypeError(f"host holds {scalar!r}, expected what JSON can express")
+
+
+def _not_of_orbax(record: logging.LogRecord) -> bool:
+    return f"{os.sep}orbax{os.sep}" not in record.pathname

@@ -1,0 +1,364 @@
+"""The settings of a run: nested frozen dataclasses, checked as they are built.
+
+A config file is Python with `get_config(variant: str | None = None) -> Config`; a
+variant is `dataclasses.replace` on a base. Nothing here touches a device.
+"""
+
+import dataclasses
+import itertools
+from dataclasses import field
+from typing import Any, Literal
+
+from thundersync_jax.checks import at_least_zero, positive, require, share
+from thundersync_jax.settings import check_types, is_frozen_dataclass
+
+Release = Literal["batch", "group", "trajectory"]
+PartialGroups = Literal["drop", "keep", "fail"]
+ComputeDtype = Literal["float32", "bfloat16", "float64"]
+MatmulPrecision = Literal["default", "high", "highest"]
+Aggregation = Literal["sequence_mean", "token_mean", "constant"]
+Advantage = Literal["mean_std", "mean_only", "leave_one_out"]
+LatencyKind = Literal["none", "constant", "lognormal"]
+Sampler = Literal["own_device", "shared"]
+
+_BYTE_LEVEL_IDS = 262  # 256 bytes and the special tokens of rollout/tokenizer.py
+_MIN_SLOTS = 4  # smaller decode batches compile to other programs: other sampled ids
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """A decoder of the Qwen and Llama family."""
+
+    vocab_size: int = 264  # rows of the embedding; the byte-level ids need 262
+    layers: int = 2  # decoder layers, stacked and scanned
+    width: int = 64  # size of the residual stream
+    mlp_width: int = 192  # hidden units of the SwiGLU
+    heads: int = 4  # query heads
+    kv_heads: int = 4  # key and value heads; fewer than heads is grouped-query
+    head_dim: int = 16  # size of one head; even, RoPE turns pairs
+    rope_theta: float = 10_000.0  # base of the rotary frequencies
+    norm_eps: float = 1e-6  # added to the mean square in RMSNorm
+    qk_norm: bool = False  # RMSNorm on queries and keys, as in Qwen3
+    attention_bias: bool = False  # biases on q, k and v, as in Qwen2
+    tied_embeddings: bool = True  # the head is the transposed embedding
+    dtype: ComputeDtype = "float32"  # activations; the master weights are float32
+    logprob_chunk_tokens: int = 512  # tokens whose logits exist at a time
+    matmul_precision: MatmulPrecision = "highest"  # of float32 products on TPU and GPU
+
+    def __post_init__(self):
+        check_types(self, "model.")
+        sizes = ["vocab_size", "layers", "width", "mlp_width", "heads", "kv_heads"]
+        sizes += ["head_dim", "logprob_chunk_tokens", "rope_theta", "norm_eps"]
+        positive(self, "model.", sizes)
+        require(
+            self.heads % self.kv_heads == 0,
+            f"model.heads is {self.heads} with model.kv_heads {self.kv_heads}",
+            "a multiple: every key head serves the same number of query heads",
+            f"Set model.kv_heads to a divisor of {self.heads}.",
+        )
+        require(
+            self.head_dim % 2 == 0,
+            f"model.head_dim is {self.head_dim}",
+            "an even number, since RoPE turns pairs",
+            f"Set model.head_dim to {self.head_dim + 1}.",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimConfig:
+    """AdamW, once per step."""
+
+    learning_rate: float = 1e-3  # after the warm-up; 0 leaves the policy as it is
+    warmup_steps: int = 0  # steps of linear warm-up from 0
+    weight_decay: float = 0.0  # decoupled, per unit of learning rate
+    b1: float = 0.9  # decay of the first moment
+    b2: float = 0.95  # decay of the second moment
+    clip_norm: float | None = 1.0  # largest global gradient norm; none: no clipping
+
+    def __post_init__(self):
+        check_types(self, "optim.")
+        at_least_zero(self, "optim.", ["learning_rate", "warmup_steps"])
+        at_least_zero(self, "optim.", ["weight_decay"])
+        for name in ("b1", "b2"):
+            value = getattr(self, name)
+            require(
+                0 <= value < 1,
+                f"optim.{name} is {value}",
+                "at least 0 and below 1",
+                f"Set optim.{name} to 0.9 or the like.",
+            )
+        if self.clip_norm is not None:
+            positive(self, "optim.", ["clip_norm"], "Turn clipping off with none.")
+
+
+@dataclasses.dataclass(frozen=True)
+class LossConfig:
+    """How tokens, trajectories and rewards are weighed."""
+
+    aggregation: Aggregation = "sequence_mean"  # over tokens; README has the numbers
+    constant: float | None = None  # the divisor of aggregation "constant", in tokens
+    advantage: Advantage = "mean_std"  # the estimator of a group's advantages
+    std_ddof: int = 0  # of mean_std: 0 population, 1 sample standard deviation
+    std_eps: float = 1e-6  # of mean_std: added to the standard deviation
+
+    def __post_init__(self):
+        check_types(self, "loss.")
+        if self.aggregation == "constant":
+            require(
+                self.constant is not None,
+                "loss.constant is none with loss.aggregation 'constant'",
+                "the number of tokens to divide by",
+                "Set loss.constant, usually to rollout.context_tokens.",
+            )
+            positive(self, "loss.", ["constant"])
+        else:
+            require(
+                self.constant is None,
+                f"loss.constant is {self.constant} with loss.aggregation "
+                f"{self.aggregation!r}",
+                "none: only 'constant' uses it",
+                "Set loss.constant to none or loss.aggregation to 'constant'.",
+            )
+        require(
+            self.std_ddof in (0, 1),
+            f"loss.std_ddof is {self.std_ddof}",
+            "0 (population) or 1 (sample)",
+            "Set loss.std_ddof to 0.",
+        )
+        at_least_zero(self, "loss.", ["std_eps"])
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutConfig:
+    """How trajectories are sampled, and when they are given up."""
+
+    groups_per_step: int = 16  # prompts per step
+    group_size: int = 8  # trajectories per prompt
+    slots: int = 32  # decode slots: trajectories alive at a time
+    decode_steps_per_call: int = 8  # tokens per slot and decode call
+    temperature: float = 1.0  # of sampling and of the trained log-probabilities
+    context_tokens: int = 96  # longest trajectory, prompt included
+    turn_tokens: int = 24  # longest action
+    turns: int = 3  # most actions of a trajectory
+    prefill_buckets: tuple[int, ...] = (16, 32, 96)  # padded lengths of new tokens
+    gradient_buckets: tuple[int, ...] = (48, 64, 96)  # padded lengths of trajectories
+    command_timeout_secs: float = 10.0  # deadline of one environment step
+    trajectory_timeout_secs: float = 60.0  # deadline of one trajectory
+    verify_timeout_secs: float = 10.0  # deadline of one verification
+    step_timeout_secs: float = 300.0  # deadline of all rollouts of a step
+    verify_concurrency: int = 32  # verifications running at a time
+    attempts: int = 1  # tries of a trajectory whose environment fails
+    failed_share_limit: float = 0.5  # larger shares of failed members stop the run
+
+    def __post_init__(self):
+        check_types(self, "rollout.")
+        sizes = ["groups_per_step", "group_size", "slots", "decode_steps_per_call"]
+        sizes += ["temperature", "context_tokens", "turn_tokens", "turns"]
+        sizes += ["command_timeout_secs", "trajectory_timeout_secs"]
+        sizes += ["verify_timeout_secs", "step_timeout_secs"]
+        sizes += ["verify_concurrency", "attempts"]
+        positive(self, "rollout.", sizes)
+        share(self, "rollout.", ["failed_share_limit"])
+        require(
+            self.slots >= _MIN_SLOTS,
+            f"rollout.slots is {self.slots}",
+            f"at least {_MIN_SLOTS}: smaller batches sample other ids",
+            f"Set rollout.slots to {_MIN_SLOTS}.",
+        )
+        require(
+            self.turn_tokens < self.context_tokens,
+            f"rollout.turn_tokens is {self.turn_tokens} with rollout.context_tokens "
+            f"{self.context_tokens}",
+            "room for a prompt beside an action",
+            "Lower rollout.turn_tokens or raise rollout.context_tokens.",
+        )
+        for name in ("prefill_buckets", "gradient_buckets"):
+            _check_buckets(name, getattr(self, name), self.context_tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class LatencyConfig:
+    """Time added to a call. `EnvConfig` checks it, since it knows the full name."""
+
+    kind: LatencyKind = "none"  # the distribution; none adds nothing
+    median_secs: float = 0.0  # the constant, or the median of the lognormal
+    sigma: float = 0.0  # of the lognormal: standard deviation of the logarithm
+
+
+@dataclasses.dataclass(frozen=True)
+class EnvConfig:
+    """Which tasks, and how long their tools and verifiers take."""
+
+    factory: str = "thundersync_jax.envs.reasoning:make"  # module:function of the tasks
+    options: Any = None  # a frozen dataclass that the factory reads; none: its own
+    tool_latency: LatencyConfig = LatencyConfig()  # added to every tool call
+    verify_latency: LatencyConfig = LatencyConfig()  # added to every verification
+
+    def __post_init__(self):
+        check_types(self, "env.")
+        module, _, function = self.factory.partition(":")
+        names = [*module.split("."), function]
+        require(
+            all(name.isidentifier() for name in names),
+            f"env.factory is {self.factory!r}",
+            "an import path module:function",
+            "Write it like thundersync_jax.envs.reasoning:make.",
+        )
+        if self.options is not None:
+            require(
+                is_frozen_dataclass(self.options),
+                f"env.options is {self.options!r}",
+                "an instance of a frozen dataclass, or none",
+                "Declare its class with @dataclasses.dataclass(frozen=True).",
+            )
+            check_types(self.options, "env.options.")
+        for name in ("tool_latency", "verify_latency"):
+            _check_latency(f"env.{name}.", getattr(self, name))
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """Where the learner and the sampler run."""
+
+    replica: int = 1  # learner copies that work on their own trajectories
+    fsdp: int = 1  # devices of a replica that share parameters and tokens
+    tensor: int = 1  # devices of a replica that share heads and hidden units
+    sampler: Sampler = "own_device"  # the sampler's device: its own, or the learner's
+    rows_per_call: int = 8  # trajectories packed into one call of final work
+
+    def __post_init__(self):
+        check_types(self, "mesh.")
+        positive(self, "mesh.", ["replica", "fsdp", "tensor", "rows_per_call"])
+
+
+@dataclasses.dataclass(frozen=True)
+class WarmStartConfig:
+    """Supervised steps on demonstrations that give RL its first signal."""
+
+    steps: int = 0  # most supervised steps; 0: no warm start
+    batch_size: int = 64  # demonstrations per supervised step
+    learning_rate: float = 3e-3  # of the supervised steps
+    target_success: float = 0.4  # stop at this sampled held-out success
+    check_every_steps: int = 25  # supervised steps between two measurements
+    check_questions: int = 128  # held-out questions per measurement
+
+    def __post_init__(self):
+        check_types(self, "warm_start.")
+        at_least_zero(self, "warm_start.", ["steps"])
+        sizes = ["batch_size", "learning_rate", "check_every_steps", "check_questions"]
+        positive(self, "warm_start.", sizes)
+        share(self, "warm_start.", ["target_success"])
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationConfig:
+    """Held-out evaluation, sampled at the training temperature."""
+
+    questions: int = 200  # held-out questions
+    every_steps: int = 20  # steps between two evaluations; 0: only before and after
+    samples: int = 1  # answers per question
+
+    def __post_init__(self):
+        check_types(self, "evaluation.")
+        positive(self, "evaluation.", ["questions", "samples"])
+        at_least_zero(self, "evaluation.", ["every_steps"])
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+    """When the state of the run is saved."""
+
+    every_steps: int = 10  # steps between two checkpoints; the last is always saved
+    keep: int = 2  # newest checkpoints kept
+
+    def __post_init__(self):
+        check_types(self, "checkpoint.")
+        positive(self, "checkpoint.", ["every_steps", "keep"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """A run."""
+
+    seed: int = 0  # of tasks, initial parameters, sampling and latencies
+    steps: int = 100  # optimizer updates
+    release: Release = "trajectory"  # when the gradient of a trajectory may start
+    accumulator: Literal["plain"] = "plain"  # float32 sums
+    open_groups: int | None = 4  # groups with sums at a time; none: by device memory
+    partial_groups: PartialGroups = "drop"  # what a group with failed members does
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    env: EnvConfig = field(default_factory=EnvConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+    def __post_init__(self):
+        check_types(self, "")
+        at_least_zero(self, "", ["seed"])
+        positive(self, "", ["steps"])
+        if self.open_groups is not None:
+            at_least_zero(self, "", ["open_groups"])
+        _check_combinations(self)
+        _check_sharding(self)
+
+
+def _check_combinations(config: Config) -> None:
+    if config.release == "trajectory":
+        require(
+            config.open_groups != 0,
+            "open_groups is 0 with release 'trajectory'",
+            "at least 1 group that may hold sums, or none to follow the memory",
+            "Set open_groups to 4 or release to 'group'.",
+        )
+    require(
+        config.rollout.group_size > 1,
+        f"rollout.group_size is 1 with loss.advantage {config.loss.advantage!r}",
+        "at least 2: the baseline of a group of one is its own reward",
+        "Set rollout.group_size to 8 or the like.",
+    )
+    require(
+        config.model.vocab_size >= _BYTE_LEVEL_IDS,
+        f"model.vocab_size is {config.model.vocab_size}",
+        f"at least the {_BYTE_LEVEL_IDS} ids of the byte-level tokenizer",
+        "Set model.vocab_size to 264.",
+    )
+
+
+def _check_sharding(config: Config) -> None:
+    mesh, model, rollout = config.mesh, config.model, config.rollout
+    shared = [("mesh.fsdp", mesh.fsdp, "model.width", model.width)]
+    for bucket in rollout.gradient_buckets:
+        shared += [("mesh.fsdp", mesh.fsdp, "rollout.gradient_buckets", bucket)]
+    for name in ("heads", "kv_heads", "mlp_width"):
+        shared += [("mesh.tensor", mesh.tensor, f"model.{name}", getattr(model, name))]
+    for axis, devices, name, size in shared:
+        require(
+            size % devices == 0,
+            f"{axis} is {devices} with {size} in {name}",
+            f"a divisor of {size}: every device holds an equal part",
+            f"Change {axis} or {name}.",
+        )
+
+
+def _check_latency(prefix: str, latency: LatencyConfig) -> None:
+    check_types(latency, prefix)
+    at_least_zero(latency, prefix, ["median_secs", "sigma"])
+    if latency.kind != "none":
+        way_out = f"Turn it off with {prefix}kind='none'."
+        positive(latency, prefix, ["median_secs"], way_out)
+
+
+def _check_buckets(name: str, buckets: tuple[int, ...], context_tokens: int) -> None:
+    require(
+        bool(buckets)
+        and buckets[0] > 0
+        and all(a < b for a, b in itertools.pairwise(buckets))
+        and buckets[-1] >= context_tokens,
+        f"rollout.{name} is {buckets} with rollout.context_tokens {context_tokens}",
+        f"ascending lengths, the last at least {context_tokens}",
+        f"Let rollout.{name} end in {context_tokens}.",
+    )

@@ -1,0 +1,66 @@
+"""Waiting that is drawn, not real: a laptop with the timing of agents that wait.
+
+A wait depends on the seed and the number of the call alone, so every release rule and
+every order of arrival meets the same ones. Nothing here retries or times out; deadlines
+belong to the rollout pool.
+"""
+
+import asyncio
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from thundersync_jax.config import LatencyConfig
+from thundersync_jax.envs.base import Action, Environment, Observation
+
+# Last seed word: a tool call and the verification of one attempt draw apart.
+_TOOL, _VERIFY = 0, 1
+
+
+def draw(latency: LatencyConfig, seed: Sequence[int]) -> float:
+    """Returns seconds: 0, the median, or median · exp(sigma · z) with z ~ N(0, 1).
+
+    Args:
+      latency: The distribution.
+      seed: Non-negative integers that name the call; equal seeds give equal waits.
+    """
+    if latency.kind == "none":
+        return 0.0
+    if latency.kind == "constant":
+        return latency.median_secs
+    normal = np.random.default_rng(list(seed)).standard_normal()
+    return float(latency.median_secs * math.exp(latency.sigma * normal))
+
+
+class WithLatency:
+    """An environment that waits before it answers a tool call or gives its verdict."""
+
+    def __init__(
+        self,
+        environment: Environment,
+        tool: LatencyConfig,
+        verify: LatencyConfig,
+        seed: tuple[int, ...],
+    ):
+        """Wraps `environment`; `seed` names the attempt (run, step, group, member)."""
+        self._environment = environment
+        self._tool = tool
+        self._verify = verify
+        self._seed = tuple(seed)
+        self._calls = 0
+
+    async def start(self, task: Any) -> str:
+        return await self._environment.start(task)
+
+    async def step(self, action: Action) -> Observation:
+        if action.kind == "call":
+            seed = (*self._seed, self._calls, _TOOL)
+            self._calls += 1
+            await asyncio.sleep(draw(self._tool, seed))
+        return await self._environment.step(action)
+
+    async def verify(self) -> float:
+        await asyncio.sleep(draw(self._verify, (*self._seed, 0, _VERIFY)))
+        return await self._environment.verify()

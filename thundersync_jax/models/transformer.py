@@ -1,0 +1,349 @@
+"""One decoder family: Qwen 2, 2.5 and 3, and Llama 3, by configuration.
+
+Parameters are described once, as Flax modules, and then live as a nested dict of
+arrays with all layers stacked; every function here is a pure function of that dict and
+one sequence. No batching, no sampling, no loss.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from thundersync_jax.config import ModelConfig
+from thundersync_jax.models import layers
+from thundersync_jax.ops import logprobs
+
+Params = dict
+
+
+class KeyValues(NamedTuple):
+    """Rotated keys and values of a segment, all layers."""
+
+    keys: jax.Array  # [L, T, KV, H], compute dtype
+    values: jax.Array  # [L, T, KV, H], compute dtype
+
+
+# Logical axes of a layer's parameters, after the leading "layers".
+_LAYER_AXES = {
+    "attention_norm": ("embed",),
+    "query": ("embed", "heads", None),
+    "key": ("embed", "kv_heads", None),
+    "value": ("embed", "kv_heads", None),
+    "output": ("heads", None, "embed"),
+    "query_bias": ("heads", None),
+    "key_bias": ("kv_heads", None),
+    "value_bias": ("kv_heads", None),
+    "query_norm": (None,),
+    "key_norm": (None,),
+    "mlp_norm": ("embed",),
+    "gate": ("embed", "mlp"),
+    "up": ("embed", "mlp"),
+    "down": ("mlp", "embed"),
+}
+
+
+class Layers(nnx.Module):
+    """The stacked layers' parameters: shapes and initial scales."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        d, m = config.width, config.mlp_width
+        n, kv, h = config.heads, config.kv_heads, config.head_dim
+        # Each layer adds two terms to the residual stream; together they start at 1.
+        residual = (2 * config.layers) ** -0.5
+
+        def weight(name, *shape, std):
+            axes = ("layers", *_LAYER_AXES[name])
+            setattr(
+                self, name, _weight(config, rngs, (config.layers, *shape), axes, std)
+            )
+
+        def constant(name, *shape, value):
+            axes = ("layers", *_LAYER_AXES[name])
+            setattr(self, name, _constant(config, (config.layers, *shape), axes, value))
+
+        constant("attention_norm", d, value=1)
+        weight("query", d, n, h, std=d**-0.5)
+        weight("key", d, kv, h, std=d**-0.5)
+        weight("value", d, kv, h, std=d**-0.5)
+        weight("output", n, h, d, std=(n * h) ** -0.5 * residual)
+        if config.attention_bias:
+            constant("query_bias", n, h, value=0)
+            constant("key_bias", kv, h, value=0)
+            constant("value_bias", kv, h, value=0)
+        if config.qk_norm:
+            constant("query_norm", h, value=1)
+            constant("key_norm", h, value=1)
+        constant("mlp_norm", d, value=1)
+        weight("gate", d, m, std=d**-0.5)
+        weight("up", d, m, std=d**-0.5)
+        weight("down", m, d, std=m**-0.5 * residual)
+
+
+class Decoder(nnx.Module):
+    """All parameters: embedding, stacked layers, final norm, and the head if untied."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        shape, axes = (config.vocab_size, config.width), ("vocab", "embed")
+        self.embed = _weight(config, rngs, shape, axes, config.width**-0.5)
+        self.layers = Layers(config, rngs)
+        self.final_norm = _constant(config, (config.width,), ("embed",), 1)
+        if not config.tied_embeddings:
+            self.unembed = _weight(config, rngs, shape, axes, config.width**-0.5)
+
+
+def init(config: ModelConfig, key: jax.Array) -> Params:
+    """Random parameters: float32 (float64 for float64 models), layers stacked."""
+    return nnx.to_pure_dict(nnx.state(Decoder(config, nnx.Rngs(key))))
+
+
+def logical_axes(config: ModelConfig) -> Params:
+    """The tree of `init` with a tuple of logical axis names in place of each array."""
+    decoder = nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0)))
+    names = jax.tree.map(
+        lambda variable: variable.get_metadata("axes"),
+        nnx.state(decoder),
+        is_leaf=lambda leaf: isinstance(leaf, nnx.Variable),
+    )
+    return nnx.to_pure_dict(names)
+
+
+def compute_dtype(config: ModelConfig) -> jnp.dtype:
+    """The dtype of products and activations.
+
+    Raises:
+      ValueError: float64 where jax computes in 32 bits.
+    """
+    if config.dtype == "float64" and not jax.config.jax_enable_x64:
+        raise ValueError(
+            "model.dtype=float64 but jax computes in 32 bits; set JAX_ENABLE_X64=1 "
+            "or choose float32"
+        )
+    return jnp.dtype(config.dtype)
+
+
+def cast(config: ModelConfig, params: Params) -> Params:
+    """Parameters as they enter products: in the compute dtype, norms as they are."""
+    dtype = compute_dtype(config)
+
+    def leaf(path, x):
+        return x if path[-1].key.endswith("_norm") else x.astype(dtype)
+
+    return jax.tree.map_with_path(leaf, params)
+
+
+def segment(
+    config: ModelConfig,
+    params: Params,
+    tokens: jax.Array,
+    past: KeyValues | None = None,
+    past_length: jax.Array | int | None = None,
+) -> tuple[jax.Array, KeyValues]:
+    """Runs the decoder over a piece of one sequence.
+
+    Args:
+      config: The model.
+      params: As `init` returns them.
+      tokens: int32[T], at positions past_length .. past_length + T - 1.
+      past: Keys and values of the tokens before, [L, S, KV, H]; None at the start.
+      past_length: int32[], how many of the S are real; None means all.
+
+    Returns:
+      hidden: float[T, D] after the final norm, in the compute dtype.
+      The segment's own keys and values, [L, T, KV, H].
+    """
+    slots = 0 if past is None else past.keys.shape[1]
+    past_length = slots if past_length is None else past_length
+    positions, visible = visibility(tokens.shape[0], slots, past_length)
+    embed = layers.constrain(params["embed"], "vocab", None)
+    x = jnp.take(embed, tokens, axis=0).astype(compute_dtype(config))
+    x = layers.constrain(x, "tokens", None)
+
+    @jax.checkpoint
+    def step(x, operands):
+        weights, past = operands
+        return layer(config, weights, x, past, positions, visible)
+
+    x, own = jax.lax.scan(step, x, (params["layers"], past))
+    return layers.rms_norm(x, params["final_norm"], config.norm_eps), own
+
+
+def token_logprobs(
+    config: ModelConfig,
+    params: Params,
+    hidden: jax.Array,
+    targets: jax.Array,
+    temperature: jax.Array | float,
+) -> jax.Array:
+    """Log-probabilities of `targets` given the hidden vectors that predict them.
+
+    Args:
+      config: The model.
+      params: As `init` returns them.
+      hidden: float[T, D], as `segment` returns it.
+      targets: int32[T]; target t follows the token of hidden t.
+      temperature: Logits are divided by it.
+
+    Returns:
+      float32[T] (float64 for float64 models).
+    """
+    head = layers.constrain(head_weights(params), "vocab", None)
+
+    def project(hidden_c):
+        hidden_c = layers.constrain(hidden_c, "tokens", None)
+        return layers.constrain(logits(config, head, hidden_c), "tokens", "vocab")
+
+    return logprobs.chunked_target_logprobs(
+        hidden, targets, project, temperature, config.logprob_chunk_tokens
+    )
+
+
+def surrogate_logprobs(
+    config: ModelConfig,
+    params: Params,
+    tokens: jax.Array,
+    temperature: jax.Array | float,
+) -> jax.Array:
+    """Log-probability of every token of a sequence given those before it.
+
+        entry t = log pi(tokens[t] | tokens[:t]),  entry 0 = 0
+
+    Args:
+      config: The model.
+      params: As `init` returns them.
+      tokens: int32[T]. What follows a position cannot change its entry, so padding
+        belongs at the end.
+      temperature: Logits are divided by it.
+
+    Returns:
+      float32[T] (float64 for float64 models).
+    """
+    hidden, _ = segment(config, params, tokens)
+    # All T rows run, the last one for nothing: T may be sharded, T - 1 would not divide.
+    following = token_logprobs(
+        config, params, hidden, jnp.roll(tokens, -1), temperature
+    )
+    return jnp.concatenate([jnp.zeros_like(following[:1]), following[:-1]])
+
+
+def head_weights(params: Params) -> jax.Array:
+    """The matrix [V, D] that turns hidden vectors into logits."""
+    return params.get("unembed", params["embed"])
+
+
+def logits(config: ModelConfig, head: jax.Array, hidden: jax.Array) -> jax.Array:
+    """float32[T, V] (float64 for float64 models) of hidden vectors float[T, D]."""
+    # The cast stands here, inside a chunk, so that the gradient of the head is summed
+    # over chunks in the parameters' dtype.
+    head = head.astype(hidden.dtype)
+    dtype = layers.wide(hidden.dtype)
+    return layers.dot("td,vd->tv", hidden, head, config.matmul_precision, dtype)
+
+
+def visibility(
+    tokens: int, slots: int, past_length: jax.Array | int
+) -> tuple[jax.Array, jax.Array]:
+    """Positions int32[T] of a segment, and bool[T, S + T]: the keys a query may read.
+
+    Args:
+      tokens: T.
+      slots: S, keys kept for the past.
+      past_length: int32[], how many of them are real.
+    """
+    index = jnp.arange(tokens, dtype=jnp.int32)
+    past = jnp.broadcast_to((jnp.arange(slots) < past_length)[None], (tokens, slots))
+    causal = index[None] <= index[:, None]
+    return past_length + index, jnp.concatenate([past, causal], axis=1)
+
+
+def layer(
+    config: ModelConfig,
+    weights: Params,
+    x: jax.Array,
+    past: KeyValues | None,
+    positions: jax.Array,
+    visible: jax.Array,
+) -> tuple[jax.Array, KeyValues]:
+    """One layer over a segment.
+
+    Args:
+      config: The model.
+      weights: One layer's parameters, without the leading axis.
+      x: float[T, D].
+      past: Keys and values [S, KV, H] of the tokens before, or None.
+      positions: int32[T].
+      visible: bool[T, S + T], which keys a query may read.
+
+    Returns:
+      x float[T, D], and the segment's own keys and values [T, KV, H].
+    """
+    weights = {
+        name: layers.constrain(weight, *_gathered(name))
+        for name, weight in cast(config, weights).items()
+    }
+    query, key, value = attention_inputs(config, weights, x, positions)
+    query = layers.constrain(query, "tokens", "heads", None)
+    # Every query may read every key: keys are gathered over the token axis.
+    key = layers.constrain(key, None, "kv_heads", None)
+    value = layers.constrain(value, None, "kv_heads", None)
+    own = KeyValues(key, value)
+    if past is not None:
+        key = jnp.concatenate([past.keys.astype(key.dtype), key])
+        value = jnp.concatenate([past.values.astype(value.dtype), value])
+    key, value = jnp.swapaxes(key, 0, 1), jnp.swapaxes(value, 0, 1)
+    mixed = layers.attention(query, key, value, visible, config.matmul_precision)
+    mixed = layers.constrain(mixed, "tokens", "heads", None)
+    return add_layer_outputs(config, weights, x, mixed), own
+
+
+def attention_inputs(
+    config: ModelConfig, weights: Params, x: jax.Array, positions: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Rotated queries [T, N, H] and keys, and values [T, KV, H], of one layer."""
+    normed = layers.rms_norm(x, weights["attention_norm"], config.norm_eps)
+
+    def project(name):
+        product = layers.dot(
+            "td,dnh->tnh", normed, weights[name], config.matmul_precision
+        )
+        if config.attention_bias:
+            product = product + weights[f"{name}_bias"][None]
+        return product
+
+    query, key, value = project("query"), project("key"), project("value")
+    if config.qk_norm:
+        query = layers.rms_norm(query, weights["query_norm"], config.norm_eps)
+        key = layers.rms_norm(key, weights["key_norm"], config.norm_eps)
+    query = layers.rope(query, positions, config.rope_theta)
+    key = layers.rope(key, positions, config.rope_theta)
+    return query, key, value
+
+
+def add_layer_outputs(
+    config: ModelConfig, weights: Params, x: jax.Array, mixed: jax.Array
+) -> jax.Array:
+    """Adds attention's output [T, N, H] and the feed-forward layer to x [T, D]."""
+    precision = config.matmul_precision
+    x = x + layers.dot("tnh,nhd->td", mixed, weights["output"], precision)
+    x = layers.constrain(x, "tokens", None)
+    normed = layers.rms_norm(x, weights["mlp_norm"], config.norm_eps)
+    x = x + layers.swiglu(
+        normed, weights["gate"], weights["up"], weights["down"], precision
+    )
+    return layers.constrain(x, "tokens", None)
+
+
+def _gathered(name):
+    """Layout of a layer's weight while it is used: whole along "embed"."""
+    return [None if axis == "embed" else axis for axis in _LAYER_AXES[name]]
+
+
+def _weight(config, rngs, shape, axes, std):
+    dtype = layers.wide(compute_dtype(config))
+    return nnx.Param(std * jax.random.normal(rngs.params(), shape, dtype), axes=axes)
+
+
+def _constant(config, shape, axes, value):
+    dtype = layers.wide(compute_dtype(config))
+    return nnx.Param(jnp.full(shape, value, dtype), axes=axes)

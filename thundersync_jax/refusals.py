@@ -1,0 +1,132 @@
+"""What a gradient stream refuses to be told: one line each, before anything changes."""
+
+import math
+import operator
+from collections.abc import Hashable
+from typing import Any, get_args
+
+from thundersync_jax.ledger import PartialGroups
+from thundersync_jax.ops.advantages import Estimator
+from thundersync_jax.schedule import Release
+
+
+def check_choices(denominator: Any, release: Any, partial_groups: Any) -> None:
+    """Requires known names; a denominator may also be a number above 0."""
+    choices = [
+        ("release", release, get_args(Release)),
+        ("partial_groups", partial_groups, get_args(PartialGroups)),
+    ]
+    if not isinstance(denominator, int | float) or isinstance(denominator, bool):
+        kinds = ("none", "groups", "trajectories", "tokens")
+        choices.append(("denominator", denominator, kinds))
+    elif not (math.isfinite(denominator) and denominator > 0):
+        raise ValueError(f"denominator is {denominator!r}; expected a number above 0")
+    for name, value, allowed in choices:
+        if value not in allowed:
+            expected = ", ".join(map(repr, allowed))
+            raise ValueError(f"{name} is {value!r}; expected one of {expected}")
+
+
+def check_count(name: str, value: Any, way_out: str) -> None:
+    """Requires a whole number above 0."""
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} is {value!r}; {way_out}")
+
+
+def check_functions(surrogate: Any, estimator: Any) -> None:
+    """Requires a function, and an estimator or None."""
+    if not callable(surrogate):
+        raise ValueError(
+            f"surrogate is {surrogate!r}; expected a function of (params, sample)"
+        )
+    if estimator is not None and not isinstance(estimator, Estimator):
+        raise ValueError(
+            f"estimator is {estimator!r}; expected one that a function of "
+            "`advantages` returns, as advantages.mean_std(), or None"
+        )
+
+
+def check_parts(found: Any, before: Any, estimator: Estimator | None) -> None:
+    """Requires the parts of a surrogate to be those of earlier samples, and of use."""
+    if found.weighted and estimator is None:
+        raise ValueError(
+            "the surrogate has a `weighted` part and estimator is None; return it as "
+            "`additive`, or give an estimator and rewards"
+        )
+    if before not in (None, found):
+        raise ValueError(
+            f"the surrogate has parts {found} for this sample and had {before} before; "
+            "every sample must have the same parts"
+        )
+
+
+def check_settled(outstanding: list[tuple[Hashable, int]]) -> None:
+    """Requires every member to be settled."""
+    if outstanding:
+        names = ", ".join(f"{group!r}/{member}" for group, member in outstanding[:8])
+        raise ValueError(
+            f"{len(outstanding)} members are outstanding (group/member {names}); "
+            "complete and reward them, or call fail, before finish"
+        )
+
+
+def reward(
+    group: Hashable, member: int, value: Any, estimator: Estimator | None
+) -> float:
+    """Returns a verdict as a float.
+
+    Raises:
+      ValueError: It is not one finite number, or there is no estimator to use it.
+    """
+    if estimator is None:
+        raise ValueError(
+            f"group {group!r} member {member} got reward {value!r:.60} and estimator is "
+            "None, which has no use for rewards; leave them out or give one"
+        )
+    try:
+        number = math.nan if isinstance(value, str) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not abs(number) < 1e30:  # float32 sums need room above it
+        raise ValueError(
+            f"group {group!r} member {member} got reward {value!r:.60}; expected a "
+            "finite number below 1e30. Call fail(..., reason='invalid_reward') for a "
+            "missing verdict"
+        )
+    return number
+
+
+def tokens(group: Hashable, member: int, value: Any, needed: bool) -> int:
+    """Returns a sample's count of trained tokens; 0 where none is given nor needed.
+
+    Raises:
+      ValueError: It is no count, or missing where the denominator needs it.
+    """
+    where = f"group {group!r} member {member}"
+    if value is None:
+        if needed:
+            raise ValueError(
+                f"{where}: tokens is missing and the denominator is 'tokens'; say how "
+                "many trained tokens the sample has"
+            )
+        return 0
+    try:
+        count = operator.index(value)
+    except TypeError:
+        count = -1
+    if count < 0:
+        raise ValueError(
+            f"{where}: tokens is {value!r}; expected a whole number >= 0, the sample's "
+            "trained tokens"
+        )
+    return count
+
+
+def check_version(group: Hashable, member: int, version: Any, expected: Any) -> None:
+    """Requires the step's policy version, where both are known."""
+    if None not in (version, expected) and version != expected:
+        raise ValueError(
+            f"group {group!r} member {member} was sampled by policy version {version} "
+            f"and this step is of version {expected}; a step takes trajectories of its "
+            "own parameters only"
+        )

@@ -1,0 +1,244 @@
+"""One attempt as a coroutine: prompt, turns of action and observation, verdict.
+
+Two phases. `act` ends when the tokens are final; `verify` asks for the verdict, with
+no claim on the engine. How a policy ends (finished, length, turn limit, context
+overflow) is its own doing, verified and rewarded; what a component breaks is a
+`Stopped`. Slots, retries and deadlines of a step belong to the pool.
+"""
+
+import asyncio
+import itertools
+import math
+import numbers
+import time
+from collections.abc import Awaitable, Callable, Hashable
+from typing import Any, Protocol
+
+import numpy as np
+
+from thundersync_jax.config import RolloutConfig
+from thundersync_jax.envs.base import Action, Environment, Observation
+from thundersync_jax.rollout import render
+from thundersync_jax.rollout.commands import Commands, Stopped, one_line
+from thundersync_jax.rollout.engine import Request, Response
+from thundersync_jax.rollout.recorder import Recorder
+from thundersync_jax.types import Span, StopReason, Trajectory, TrajectoryKey
+
+# Part of every sampling seed: a phase keeps its number for good.
+PHASES = {"train": 0, "evaluate": 1, "warm_start": 2}
+WAITING = "the wait for a slot"
+_SESSIONS = itertools.count()
+
+
+class Sampler(Protocol):
+    """What an agent needs of whoever drives the engine."""
+
+    async def sample(self, request: Request) -> Response:
+        """Waits for one turn; ValueError where it is refused."""
+
+    def release(self, session: Hashable) -> None:
+        """Ends the session."""
+
+
+class Agent:
+    """One attempt of one member.
+
+    Attributes:
+      key: Its name, the attempt included.
+      session: The engine's name for it, never used twice: what a stopped attempt still
+        does cannot touch a later one of the same key.
+      doing: What it is busy with, for whoever has to stop it.
+      recorder: Its tokens, None before the prompt is known.
+      times: Seconds on the monotonic clock, by name.
+    """
+
+    def __init__(
+        self,
+        key: TrajectoryKey,
+        task: Any,
+        make_environment: Callable[[TrajectoryKey], Environment],
+        sampler: Sampler,
+        commands: Commands,
+        limits: RolloutConfig,
+        seed: int,
+        policy_version: int,
+        on_span: Callable[[Span], None] | None = None,
+    ):
+        """Prepares an attempt; its environment is made by `act`."""
+        self.key = key
+        self.session = (key, next(_SESSIONS))
+        self.doing = WAITING
+        self.recorder: Recorder | None = None
+        self.times: dict[str, float] = {}
+        self._task = task
+        self._make_environment = make_environment
+        self._environment: Environment | None = None
+        self._sampler = sampler
+        self._commands = commands
+        self._limits = limits
+        # Without the attempt: a retry samples the tokens that the first try would have.
+        self._seed = (seed, PHASES[key.phase], key.step, key.group, key.member)
+        self._policy_version = policy_version
+        self._on_span = on_span
+        self._lane = f"g{key.group}m{key.member}"
+
+    async def act(self) -> Trajectory:
+        """Plays the turns and frees the engine.
+
+        Raises:
+          Stopped: A deadline passed, the environment raised, the engine refused, or
+            the prompt leaves no room for a single token (CONTEXT_OVERFLOW).
+        """
+        limit_secs = self._limits.trajectory_timeout_secs
+        self.times["started"] = time.monotonic()
+        try:
+            async with asyncio.timeout(limit_secs):
+                stop_reason = await self._play()
+        except TimeoutError:
+            reason = (
+                f"trajectory deadline of {limit_secs:g} s passed during {self.doing}"
+            )
+            raise Stopped(StopReason.TIMEOUT, reason) from None
+        finally:
+            self._sampler.release(self.session)
+        self.doing = "the wait for verification"
+        self.times["completed"] = time.monotonic()
+        return self.recorder.trajectory(stop_reason, times=self.times)
+
+    async def verify(self) -> float:
+        """Returns the reward.
+
+        Raises:
+          Stopped: As a command does, and INVALID_REWARD for anything but a finite
+            number: a missing verdict is never 0.
+        """
+        self.doing = "verify()"
+        limit_secs = self._limits.verify_timeout_secs
+        verdict = await self._command(
+            "verify", limit_secs, lambda: self._environment.verify()
+        )
+        self.times["verified"] = time.monotonic()
+        reward = _finite(verdict)
+        if reward is None:
+            raise Stopped(
+                StopReason.INVALID_REWARD,
+                f"verify() returned {_short(verdict)}, expected a finite number",
+            )
+        return reward
+
+    async def _play(self) -> StopReason:
+        """Runs start and all turns; returns how the policy ended."""
+        limits = self._limits
+        ids = render.render_prompt(await self._start())
+        room = limits.context_tokens - len(ids)
+        if room < 1:
+            raise Stopped(
+                StopReason.CONTEXT_OVERFLOW,
+                f"the prompt has {len(ids)} tokens, rollout.context_tokens is "
+                f"{limits.context_tokens}; it leaves no room for an action",
+            )
+        self.recorder = Recorder(self.key, ids, self._policy_version)
+        for turn in range(limits.turns):
+            action = await self._act_once(turn, ids, min(limits.turn_tokens, room))
+            if action is None:
+                # The unfinished action is not run. Cut by the context's end rather
+                # than the turn's own limit, it is the context that was too short.
+                length = limits.turn_tokens <= room
+                return StopReason.LENGTH if length else StopReason.CONTEXT_OVERFLOW
+            observation = await self._step(turn, action)
+            if observation.done:
+                return StopReason.FINISHED
+            if turn + 1 == limits.turns:
+                return StopReason.TURN_LIMIT
+            ids = render.render_observation(observation.text)
+            room = limits.context_tokens - self.recorder.length - len(ids)
+            if room < 1:
+                return StopReason.CONTEXT_OVERFLOW
+            self.recorder.observation(ids)
+        raise AssertionError("rollout.turns is at least 1")
+
+    async def _start(self) -> str:
+        self.doing = "start()"
+        try:
+            self._environment = self._make_environment(self.key)
+        except Exception as error:
+            reason = f"making the environment raised {one_line(error)}"
+            raise Stopped(StopReason.ENVIRONMENT_ERROR, reason) from error
+        limit_secs = self._limits.command_timeout_secs
+        prompt = await self._command(
+            "start", limit_secs, lambda: self._environment.start(self._task)
+        )
+        return _expect(prompt, str, self.doing, "the prompt's text")
+
+    async def _act_once(
+        self, turn: int, new_ids: np.ndarray, max_new_tokens: int
+    ) -> Action | None:
+        """Samples and records one action; None where it has no end token."""
+        self.doing = f"decoding of turn {turn}"
+        request = Request(
+            session=self.session,
+            new_ids=new_ids,
+            max_new_tokens=max_new_tokens,
+            stop_ids=render.STOP_IDS,
+            temperature=self._limits.temperature,
+            seed=(*self._seed, turn),
+        )
+        start = time.monotonic()
+        try:
+            response = await self._sampler.sample(request)
+            ids = response.ids
+            self.recorder.action(ids, response.logprobs, response.policy_version)
+            return render.parse_action(ids) if response.stopped else None
+        except ValueError as error:
+            reason = f"{self.doing}: {one_line(error)}"
+            raise Stopped(StopReason.ENGINE_ERROR, reason) from error
+        finally:
+            self._span("rollout", "decode", start)
+
+    async def _step(self, turn: int, action: Action) -> Observation:
+        self.doing = f"step() of turn {turn}"
+        limit_secs = self._limits.command_timeout_secs
+        observation = await self._command(
+            "tool", limit_secs, lambda: self._environment.step(action)
+        )
+        observation = _expect(observation, Observation, self.doing, "an Observation")
+        _expect(observation.text, str, self.doing, "an Observation with text")
+        return observation
+
+    async def _command(
+        self, span: str, limit_secs: float, function: Callable[[], Awaitable[Any]]
+    ) -> Any:
+        start = time.monotonic()
+        try:
+            return await self._commands.run(function, limit_secs, self.doing)
+        finally:
+            self._span("verify" if span == "verify" else "rollout", span, start)
+
+    def _span(self, track: str, name: str, start_secs: float) -> None:
+        if self._on_span is not None:
+            end_secs = time.monotonic()
+            self._on_span(Span(track, name, start_secs, end_secs, self._lane))
+
+
+def _expect(value: Any, kind: type, command: str, expected: str) -> Any:
+    if not isinstance(value, kind):
+        raise Stopped(
+            StopReason.ENVIRONMENT_ERROR,
+            f"{command} returned {_short(value)}, expected {expected}",
+        )
+    return value
+
+
+def _finite(verdict: Any) -> float | None:
+    """Returns the number, or None where it is none (numpy's bool is no Real)."""
+    if not isinstance(verdict, numbers.Real | np.bool_):
+        return None
+    try:
+        reward = float(verdict)
+    except OverflowError:
+        return None
+    return reward if math.isfinite(reward) else None
+
+
+def _short(value: Any) -> str:
+    return " ".join(repr(value).split())[:80]

@@ -1,0 +1,362 @@
+"""Many attempts at once, and one stream of what became of them.
+
+Every member is a coroutine on an event loop in a thread of its own; at most
+`limits.slots` of them hold an engine session, and a member makes its environment only
+when it is admitted. Sampling happens in the driver's thread. The caller's thread reads
+events, and gets the original exception where any of these threads died.
+
+Exactly one of `Rewarded` and `Failed` comes per member, after its `Completed`. What a
+stopped attempt still does is ignored.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Any
+
+from thundersync_jax.config import RolloutConfig
+from thundersync_jax.envs.base import Environment
+from thundersync_jax.rollout.agent import PHASES, WAITING, Agent
+from thundersync_jax.rollout.commands import GRACE_SECS, Commands, Stopped
+from thundersync_jax.rollout.driver import EngineDriver
+from thundersync_jax.rollout.engine import Engine
+from thundersync_jax.rollout.events import Completed, Event, Failed, Job, Rewarded
+from thundersync_jax.rollout.watch import PING_SECS, LoopWatch
+from thundersync_jax.types import Span, StopReason, TrajectoryKey
+
+# Tried again with a fresh environment. A verdict is not: its tokens are out already,
+# and neither is what would happen again (a refused request, a prompt too long).
+RETRIED = frozenset({StopReason.ENVIRONMENT_ERROR, StopReason.TIMEOUT})
+_CLOSE_SECS = 2.0  # for each thread to end; both are daemons beyond it
+
+
+@dataclasses.dataclass(eq=False)
+class _Member:
+    """One member between `start` and its outcome."""
+
+    job: Job
+    policy_version: int
+    queued_secs: float
+    agent: Agent | None = None
+    task: asyncio.Task | None = None
+
+
+class RolloutPool:
+    """Rolls out one batch of jobs at a time.
+
+    `on_span` is called in the event loop's thread. `close`, or leaving the context,
+    ends both threads; everything else belongs to the thread that made the pool.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        make_environment: Callable[[TrajectoryKey], Environment],
+        limits: RolloutConfig,
+        seed: int,
+        on_span: Callable[[Span], None] | None = None,
+        *,
+        blocked_secs: float = 10.0,
+    ):
+        """Starts the threads.
+
+        Args:
+          engine: Passive; from here on only the pool calls it.
+          make_environment: Called in the event loop for every attempt.
+          limits: Slots, turns, deadlines, attempts.
+          seed: Of the run; first word of every sampling seed.
+          on_span: Told of every decode, tool and verify bar.
+          blocked_secs: An event loop that does not turn for so long is an error: some
+            environment blocks it instead of awaiting.
+
+        Raises:
+          ValueError: The engine's sessions are shorter than the limits say.
+        """
+        if limits.context_tokens > engine.context_tokens:
+            raise ValueError(
+                f"rollout.context_tokens is {limits.context_tokens}, the engine holds "
+                f"{engine.context_tokens} tokens a session; build it for as many."
+            )
+        self._engine = engine
+        self._make_environment = make_environment
+        self._limits = limits
+        self._seed = seed
+        self._on_span = on_span
+        self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self._outstanding = 0
+        self._error: BaseException | None = None
+        self._closed = False
+        # The rest belongs to the event loop.
+        self._open: dict[TrajectoryKey, _Member] = {}
+        self._deadline: asyncio.TimerHandle | None = None
+        self._slots = asyncio.Semaphore(limits.slots)
+        self._verifiers = asyncio.Semaphore(limits.verify_concurrency)
+        self._commands = Commands()
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_exception_handler(self._report)
+        self._driver = EngineDriver(engine, self._loop, self._die)
+        self._thread = threading.Thread(target=self._turn, daemon=True, name="rollouts")
+        self._watch = LoopWatch(self._loop, self._thread, blocked_secs)
+        self._thread.start()
+
+    @property
+    def outstanding(self) -> int:
+        """Members of the batch whose outcome `next_event` has not given yet."""
+        return self._outstanding
+
+    @property
+    def abandoned(self) -> int:
+        """Environment commands so far that ignored their cancellation."""
+        return self._commands.abandoned
+
+    def start(self, jobs: Sequence[Job], policy_version: int) -> None:
+        """Begins a batch; its step deadline runs from here.
+
+        Raises:
+          ValueError: A batch is outstanding, or keys repeat or name no known phase.
+        """
+        self._raise_if_dead()
+        if self._outstanding:
+            raise ValueError(
+                f"{self._outstanding} members of the last batch are outstanding; "
+                "read their events, or cancel() and read, before the next start()."
+            )
+        now = time.monotonic()
+        members = {}
+        for job in jobs:
+            key = job.key._replace(attempt=0)
+            if key in members or key.phase not in PHASES:
+                expected = f"every member once, phases {', '.join(PHASES)}"
+                raise ValueError(f"job {key} cannot start; expected {expected}.")
+            members[key] = _Member(job, policy_version, now)
+        if not members:
+            return
+        self._outstanding = len(members)
+        with self._original_error():
+            self._loop.call_soon_threadsafe(self._begin, members)
+
+    def next_event(self, timeout_secs: float) -> Event | None:
+        """Returns the next event, None after the timeout or with nothing outstanding.
+
+        Raises:
+          BaseException: What a thread of the pool died of, with its own traceback.
+          RuntimeError: An environment blocks the event loop.
+        """
+        self._raise_if_dead()
+        end = time.monotonic() + timeout_secs
+        while self._outstanding:
+            left = max(0.0, end - time.monotonic())
+            try:
+                event = self._events.get(timeout=min(left, PING_SECS))
+            except queue.Empty:
+                event = None
+                with self._original_error():
+                    self._watch.look()
+            self._raise_if_dead()
+            if event is not None:
+                self._outstanding -= not isinstance(event, Completed)
+                return event
+            if time.monotonic() >= end:
+                return None
+        return None
+
+    def cancel(self) -> None:
+        """Fails what is outstanding as CANCELLED; the events still have to be read."""
+        self._raise_if_dead()
+        reason = "the batch was cancelled"
+        with self._original_error():
+            self._loop.call_soon_threadsafe(self._end, StopReason.CANCELLED, reason)
+
+    def update(self, params: object, policy_version: int) -> None:
+        """Gives the engine new parameters, between two batches.
+
+        Raises:
+          ValueError: Members are outstanding.
+        """
+        self._raise_if_dead()
+        if self._outstanding:
+            raise ValueError(
+                f"{self._outstanding} members are outstanding; parameters change "
+                "between batches only. Read their events first."
+            )
+        with self._original_error():
+            self._driver.call(
+                lambda: self._engine.update(params, policy_version),
+                limit_secs=self._limits.step_timeout_secs,
+            )
+
+    def close(self) -> None:
+        """Cancels everything and ends both threads; within seconds, whatever hangs."""
+        if self._closed:
+            return
+        self._closed = True
+        # A loop that died has closed already.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._loop.stop)
+        ended = {"engine": self._driver.close(_CLOSE_SECS)}
+        self._thread.join(_CLOSE_SECS)
+        ended["rollouts"] = not self._thread.is_alive()
+        for name, gone in ended.items():
+            if not gone:
+                logging.warning("thread %r did not end in %g s", name, _CLOSE_SECS)
+
+    def __enter__(self) -> "RolloutPool":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # In the event loop's thread.
+
+    def _turn(self) -> None:
+        try:
+            self._loop.run_forever()
+            if not self._closed:
+                self._die(RuntimeError("an environment stopped the event loop"))
+        except BaseException as error:
+            self._die(error)
+        finally:
+            self._clear()
+            self._loop.close()
+
+    def _begin(self, members: dict[TrajectoryKey, _Member]) -> None:
+        self._open = dict(members)
+        limit_secs = self._limits.step_timeout_secs
+        self._deadline = self._loop.call_later(
+            limit_secs,
+            self._end,
+            StopReason.TIMEOUT,
+            f"step deadline of {limit_secs:g} s passed",
+        )
+        for key, member in members.items():
+            member.task = self._loop.create_task(self._run(member), name=str(key))
+            member.task.add_done_callback(self._look)
+
+    async def _run(self, member: _Member) -> None:
+        """Takes one member from its first attempt to its outcome."""
+        attempts = self._limits.attempts
+        for attempt in range(attempts):
+            member.agent = agent = self._agent(member, attempt)
+            try:
+                async with self._slots:
+                    trajectory = await agent.act()
+                break
+            except Stopped as stopped:
+                if attempt + 1 == attempts or stopped.stop_reason not in RETRIED:
+                    self._fail(member, stopped.stop_reason, stopped.reason)
+                    return
+        self._events.put(Completed(agent.key, trajectory))
+        # Outside the slots: the next member decodes while this one is verified.
+        try:
+            async with self._verifiers:
+                reward = await agent.verify()
+        except Stopped as stopped:
+            self._fail(member, stopped.stop_reason, stopped.reason)
+            return
+        trajectory = dataclasses.replace(
+            trajectory, reward=reward, times=dict(agent.times)
+        )
+        self._settle(member, Rewarded(agent.key, reward, trajectory))
+
+    def _agent(self, member: _Member, attempt: int) -> Agent:
+        agent = Agent(
+            key=member.job.key._replace(attempt=attempt),
+            task=member.job.task,
+            make_environment=self._make_environment,
+            sampler=self._driver,
+            commands=self._commands,
+            limits=self._limits,
+            seed=self._seed,
+            policy_version=member.policy_version,
+            on_span=self._on_span,
+        )
+        agent.times["queued"] = member.queued_secs
+        return agent
+
+    def _fail(self, member: _Member, stop_reason: StopReason, reason: str) -> None:
+        agent = member.agent
+        if agent is None:
+            self._settle(member, Failed(member.job.key, stop_reason, reason))
+            return
+        if self._limits.attempts > 1:
+            reason += f" (attempt {agent.key.attempt + 1} of {self._limits.attempts})"
+        trajectory = None
+        if agent.recorder is not None:
+            trajectory = agent.recorder.trajectory(stop_reason, reason, agent.times)
+        self._settle(member, Failed(agent.key, stop_reason, reason, trajectory))
+
+    def _settle(self, member: _Member, outcome: Rewarded | Failed) -> None:
+        """Reports the outcome; what a stopped member says afterwards is dropped."""
+        key = member.job.key._replace(attempt=0)
+        if self._open.get(key) is not member:
+            return
+        del self._open[key]
+        if not self._open and self._deadline is not None:
+            self._deadline.cancel()
+        self._events.put(outcome)
+
+    def _end(self, stop_reason: StopReason, reason: str) -> None:
+        """Fails every open member now, without waiting for what it is busy with."""
+        for member in list(self._open.values()):
+            doing = member.agent.doing if member.agent else WAITING
+            member.task.cancel()
+            if member.agent is not None:
+                # Before the event: the reader may update the engine right after it.
+                self._driver.release(member.agent.session)
+            self._fail(member, stop_reason, f"{reason} during {doing}")
+
+    def _look(self, task: asyncio.Task) -> None:
+        # Failures are values; whatever else ends a member is a fault of the run.
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._die(error)
+
+    def _clear(self) -> None:
+        """Cancels whatever still runs and waits a little for its cleaning up."""
+        tasks = asyncio.all_tasks(self._loop)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            # Whatever the end brings up: what died first is what is reported.
+            with contextlib.suppress(BaseException):
+                wait = asyncio.wait(tasks, timeout=2 * GRACE_SECS)
+                self._loop.run_until_complete(wait)
+
+    def _report(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        # At the end only abandoned commands complain, of being abandoned.
+        if not self._closed and self._error is None:
+            loop.default_exception_handler(context)
+
+    # In any thread.
+
+    def _die(self, error: BaseException) -> None:
+        if self._error is None:
+            self._error = error
+        self._events.put(None)
+
+    # In the caller's thread.
+
+    def _raise_if_dead(self) -> None:
+        if self._error is not None:
+            raise self._error
+        if self._closed:
+            raise RuntimeError("the rollout pool is closed; make a new one.")
+
+    @contextlib.contextmanager
+    def _original_error(self) -> Iterator[None]:
+        """Turns what a dead thread leads to into what it died of."""
+        try:
+            yield
+        except RuntimeError:
+            self._raise_if_dead()
+            raise

@@ -1,0 +1,71 @@
+"""How prompts, actions and observations become token ids, and actions come back.
+
+    prompt       <user> bytes <assistant>
+    action       bytes <end>      or      <call> bytes <end>
+    observation  <tool> bytes <assistant>
+
+A trajectory is these in order, appended and never rendered again: the ids that were
+sampled are the ids that are trained.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from thundersync_jax.envs.base import Action
+from thundersync_jax.rollout import tokenizer
+from thundersync_jax.rollout.tokenizer import ASSISTANT, BYTES, CALL, END, TOOL, USER
+
+STOP_IDS = (END,)
+
+
+def render_prompt(text: str) -> np.ndarray:
+    """Returns int32[N], the prompt and the token after which the policy acts."""
+    return _join(USER, text, ASSISTANT)
+
+
+def render_observation(text: str) -> np.ndarray:
+    """Returns int32[N], the tool's answer and the token after which the policy acts."""
+    return _join(TOOL, text, ASSISTANT)
+
+
+def render_action(action: Action) -> np.ndarray:
+    """Returns int32[N], the tokens a policy would sample for this action.
+
+    Raises:
+      ValueError: A malformed action, which has no rendering.
+    """
+    if action.kind == "answer":
+        return _join(None, action.text, END)
+    if action.kind == "call":
+        return _join(CALL, action.text, END)
+    raise ValueError(
+        f"an action of kind {action.kind!r} cannot be rendered; expected 'answer' or "
+        "'call'. Keep the sampled ids of malformed actions."
+    )
+
+
+def parse_action(ids: Sequence[int] | np.ndarray) -> Action:
+    """Reads one sampled turn.
+
+    Args:
+      ids: int[N], the turn's tokens up to and with its end token.
+
+    Returns:
+      A "call" where `<call>` is the first token, an "answer" where there is none, and
+      "malformed" where the end token is missing (the length limit came first) or any
+      other special token stands inside.
+    """
+    ids = np.asarray(ids, np.int32)
+    body = ids[:-1]
+    kind = "answer"
+    if len(body) and body[0] == CALL:
+        kind, body = "call", body[1:]
+    if not len(ids) or ids[-1] != END or np.any(body >= BYTES):
+        return Action("malformed", tokenizer.decode(ids))
+    return Action(kind, tokenizer.decode(body))
+
+
+def _join(first: int | None, text: str, last: int) -> np.ndarray:
+    start = [] if first is None else [first]
+    return np.concatenate([start, tokenizer.encode(text), [last]]).astype(np.int32)

@@ -1,0 +1,87 @@
+"""The byte-level vocabulary: 256 bytes and six special tokens.
+
+Fixed, so that a checkpoint means the same everywhere:
+
+    0..255  bytes of UTF-8 text        259  <tool>       an observation follows
+    256     <pad>                      260  <call>       the action is a tool call
+    257     <user>      prompt follows 261  <end>        ends an action
+    258     <assistant> action follows 262, 263  unused (the size is a multiple of 8)
+
+Encoding text yields bytes only: the text "<end>" is five bytes, never the token, so
+neither a prompt nor a tool can forge a role. `decode` is for eyes; what was sampled
+stays ids.
+"""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from thundersync_jax.errors import ConfigError
+
+BYTES = 256
+PAD, USER, ASSISTANT, TOOL, CALL, END = range(BYTES, BYTES + 6)
+VOCAB_SIZE = 264
+MARKS = {
+    PAD: "<pad>",
+    USER: "<user>",
+    ASSISTANT: "<assistant>",
+    TOOL: "<tool>",
+    CALL: "<call>",
+    END: "<end>",
+}
+
+
+def encode(text: str | bytes) -> np.ndarray:
+    """Returns int32[N], the bytes of the text; what UTF-8 cannot hold becomes "?"."""
+    if isinstance(text, str):
+        text = text.encode("utf-8", errors="replace")
+    return np.frombuffer(text, np.uint8).astype(np.int32)
+
+
+def decode(ids: Iterable[int]) -> str:
+    """Returns text to look at: bytes as UTF-8 (invalid ones replaced), tokens as marks.
+
+    Raises:
+      ValueError: An id outside the vocabulary.
+    """
+    return _as_bytes(ids).decode("utf-8", errors="replace")
+
+
+def decode_bytes(ids: Iterable[int]) -> bytes:
+    """Returns the bytes of ids that hold nothing else; `encode` of them is `ids`.
+
+    Raises:
+      ValueError: A special or unknown token.
+    """
+    ids = np.asarray(ids, np.int64)
+    special = ids[(ids < 0) | (ids >= BYTES)]
+    if special.size:
+        raise ValueError(
+            f"token {special[0]} is not a byte; expected ids from 0 to {BYTES - 1}. "
+            "Use decode to show special tokens."
+        )
+    return ids.astype(np.uint8).tobytes()
+
+
+def check_vocabulary(vocab_size: int) -> None:
+    """Raises ConfigError unless a model of this vocabulary fits the tokenizer."""
+    if vocab_size != VOCAB_SIZE:
+        raise ConfigError(
+            f"model.vocab_size is {vocab_size}, the byte-level tokenizer has "
+            f"{VOCAB_SIZE} tokens; set model.vocab_size={VOCAB_SIZE}."
+        )
+
+
+def _as_bytes(ids: Iterable[int]) -> bytes:
+    parts = bytearray()
+    for token in np.asarray(ids, np.int64).tolist():
+        if not 0 <= token < VOCAB_SIZE:
+            raise ValueError(
+                f"token {token} is outside the vocabulary; expected ids from 0 to "
+                f"{VOCAB_SIZE - 1}. Check that model and tokenizer belong together."
+            )
+        if token < BYTES:
+            parts.append(token)
+        else:
+            parts += MARKS.get(token, f"<{token}>").encode()
+    return bytes(parts)

@@ -1,0 +1,221 @@
+"""What a config stands for, built once: tasks, model, meshes, sampler, optimizer.
+
+The commands share it. It decides nothing about the order of a run.
+"""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from thundersync_jax import buckets, devices, mesh, state, task_order
+from thundersync_jax.config import Config, LossConfig
+from thundersync_jax.envs.base import Environment, TaskSet, check_split, load_factory
+from thundersync_jax.envs.latency import WithLatency
+from thundersync_jax.errors import ConfigError
+from thundersync_jax.learner_clock import LearnerClock
+from thundersync_jax.models import layers, transformer
+from thundersync_jax.models.decode import InProcessEngine
+from thundersync_jax.ops import advantages, losses
+from thundersync_jax.rollout import render
+from thundersync_jax.rollout.agent import PHASES
+from thundersync_jax.rollout.events import Job
+from thundersync_jax.rollout.pool import RolloutPool
+from thundersync_jax.stream import GradientStream
+from thundersync_jax.surrogate import Surrogate
+from thundersync_jax.timeline import Timeline
+from thundersync_jax.types import Trajectory, TrajectoryKey
+
+Tree = Any
+Factory = Callable[..., TaskSet]
+
+
+class Run:
+    """One config with everything it needs. Use it as a context: it owns threads.
+
+    Args:
+      config: The settings.
+      workdir: Where the run writes.
+      environment: Makes the task set, in place of `config.env.factory`.
+      on_line: Takes one line of news, such as that something compiles.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        workdir: str | Path,
+        environment: Factory | None = None,
+        on_line: Callable[[str], None] = print,
+    ):
+        self.config = config
+        self.workdir = Path(workdir)
+        self.on_line = on_line
+        factory = environment or load_factory(config.env.factory)
+        self.tasks = _fitting(factory(config.env, config.seed), config)
+        devices.prepare(config)
+        self.placement = devices.place(config.mesh)
+        self.optimizer = state.make_optimizer(config.optim)
+        self.surrogate = policy_surrogate(config)
+        self.estimator = make_estimator(config.loss)
+        self.timeline = Timeline()
+        self.clock = LearnerClock(self.timeline.add)
+        params = self.initial_params()
+        self.engine = InProcessEngine(
+            config.model,
+            params,
+            slots=config.rollout.slots,
+            context_tokens=config.rollout.context_tokens,
+            steps_per_call=config.rollout.decode_steps_per_call,
+            prefill_buckets=config.rollout.prefill_buckets,
+            device_or_sharding=self.placement.sampler,
+        )
+        self.pool = RolloutPool(
+            self.engine,
+            self._environment,
+            config.rollout,
+            config.seed,
+            on_span=self.timeline.add,
+        )
+        self.started_secs = time.monotonic()
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.pool.close()
+        self.clock.close()
+
+    def initial_params(self) -> Tree:
+        """Random parameters from the seed, on the learner's mesh."""
+        model = self.config.model
+        init = functools.partial(transformer.init, model)
+        key = jax.random.key(self.config.seed)
+        shardings = mesh.parameter_shardings(
+            self.placement.mesh,
+            jax.eval_shape(init, key),
+            transformer.logical_axes(model),
+            layers.MESH_AXES,
+        )
+        return jax.jit(init, out_shardings=shardings)(key)
+
+    def publish(self, params: Tree, version: int) -> None:
+        """Hands the learner's parameters to the sampler; between steps only."""
+        self.pool.update(params, version)
+
+    def new_stream(
+        self, params: Tree, version: int, release: str | None = None, rows: int = 0
+    ) -> GradientStream:
+        """A stream for one step of this run's loss."""
+        config = self.config
+        return GradientStream(
+            self.surrogate,
+            params,
+            estimator=self.estimator,
+            denominator=denominator(config.loss),
+            release=release or config.release,
+            open_groups=config.open_groups,
+            partial_groups=config.partial_groups,
+            policy_version=version,
+            rows_per_call=rows or config.mesh.rows_per_call,
+            on_call=self.clock.on_call,
+            on_compile=lambda what: self.on_line(f"compiling {what}"),
+        )
+
+    def sample(self, trajectory: Trajectory) -> buckets.Padded:
+        """What the surrogate sees of a trajectory."""
+        loss = self.config.loss
+        weights = losses.token_weights(
+            trajectory.loss_mask, loss.aggregation, loss.constant
+        )
+        arrays = {"tokens": trajectory.ids, "weights": weights}
+        return buckets.pad(arrays, self.config.rollout.gradient_buckets)
+
+    def train_jobs(self, step: int) -> list[Job]:
+        """The rollouts of a training step: each of its tasks `group_size` times."""
+        rollout = self.config.rollout
+        groups = rollout.groups_per_step
+        chosen = task_order.take(
+            self.tasks.train, self.config.seed, step * groups, groups
+        )
+        return make_jobs("train", step, chosen, rollout.group_size)
+
+    def heldout_jobs(self, step: int, questions: int, samples: int) -> list[Job]:
+        """Rollouts of the first held-out questions."""
+        return make_jobs("evaluate", step, self.tasks.heldout[:questions], samples)
+
+    def _environment(self, key: TrajectoryKey) -> Environment:
+        environment = self.tasks.environment()
+        env = self.config.env
+        if key.phase != "train":
+            return environment
+        seed = (self.config.seed, PHASES[key.phase], key.step, key.group, key.member)
+        return WithLatency(environment, env.tool_latency, env.verify_latency, seed)
+
+
+def policy_surrogate(config: Config) -> Callable[[Tree, Tree], Surrogate]:
+    """The policy-gradient surrogate of a config's model, at its temperature."""
+    model, temperature = config.model, config.rollout.temperature
+
+    def surrogate(params, sample):
+        logprobs = transformer.surrogate_logprobs(
+            model, params, sample["tokens"], temperature
+        )
+        return Surrogate(weighted=losses.policy_gradient(logprobs, sample["weights"]))
+
+    return surrogate
+
+
+def make_estimator(loss: LossConfig) -> advantages.Estimator:
+    """The group advantage that a config names."""
+    if loss.advantage == "mean_std":
+        return advantages.mean_std(loss.std_ddof, loss.std_eps)
+    return {
+        "mean_only": advantages.mean_only,
+        "leave_one_out": advantages.leave_one_out,
+    }[loss.advantage]()
+
+
+def denominator(loss: LossConfig) -> str:
+    """Z of an aggregation; README has the table."""
+    return "tokens" if loss.aggregation == "token_mean" else "trajectories"
+
+
+def make_jobs(phase: str, step: int, tasks: Sequence[Any], members: int) -> list[Job]:
+    """Every task as a group of so many members."""
+    return [
+        Job(TrajectoryKey(step, group, member, phase=phase), task)
+        for group, task in enumerate(tasks)
+        for member in range(members)
+    ]
+
+
+def _fitting(tasks: TaskSet, config: Config) -> TaskSet:
+    """Leaves out the tasks whose prompt or demonstration exceeds the context."""
+    limit = config.rollout.context_tokens
+
+    def fits(task):
+        length = len(render.render_prompt(tasks.prompt(task)))
+        if tasks.demonstrate is not None:
+            for action, observation in tasks.demonstrate(task):
+                length += len(render.render_action(action))
+                if observation:
+                    length += len(render.render_observation(observation))
+        return length < limit
+
+    fitting = dataclasses.replace(
+        tasks,
+        train=[task for task in tasks.train if fits(task)],
+        heldout=[task for task in tasks.heldout if fits(task)],
+    )
+    check_split(fitting)
+    if len(fitting.heldout) < config.evaluation.questions:
+        raise ConfigError(
+            f"evaluation.questions is {config.evaluation.questions} and "
+            f"{len(fitting.heldout)} held-out tasks fit rollout.context_tokens "
+            f"{limit}; ask for fewer or raise the limit"
+        )
+    return fitting

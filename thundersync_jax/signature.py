@@ -1,0 +1,72 @@
+"""Shape signatures: what decides which compiled program a tree of arrays runs."""
+
+import itertools
+from collections.abc import Hashable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Tree = Any
+
+_NUMBERS: dict[Hashable, int] = {}
+_FRESH = itertools.count()
+
+
+def sample_leaf(x: Any) -> Any:
+    """One dtype per kind of number: 0.1 and float32(0.1) share a program.
+
+    Numbers and numpy arrays are copied, so that a caller may fill a buffer again.
+
+    Raises:
+      ValueError: It is not numeric.
+    """
+    if isinstance(x, jax.Array):
+        weak = getattr(x, "weak_type", False)  # PRNG key arrays have no such thing
+        return jnp.asarray(x, x.dtype) if weak else x
+    array = np.array(x)
+    if not jax.dtypes.issubdtype(array.dtype, np.number) and array.dtype != np.bool_:
+        raise ValueError(
+            f"{x!r:.60} of dtype {array.dtype} is no array of numbers; leave it out of "
+            "the tree or encode it"
+        )
+    return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
+
+
+def device_leaf(x: Any) -> jax.Array:
+    """An array that stays where it is. Committed: placement is part of a program."""
+    x = sample_leaf(x)
+    x = x if isinstance(x, jax.Array) else jnp.asarray(x)
+    return x if x.committed else jax.device_put(x, x.sharding)
+
+
+def parameter(x: Any) -> jax.Array:
+    """A device array that has a gradient.
+
+    Raises:
+      ValueError: It is not floating-point.
+    """
+    x = device_leaf(x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(
+            f"a parameter of shape {x.shape} has dtype {x.dtype}, which has no "
+            "gradient; pass it in `frozen`"
+        )
+    return x
+
+
+def shapes(tree: Tree) -> Hashable:
+    """Structure, shapes and dtypes of a sample."""
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef, tuple((x.shape, x.dtype) for x in leaves)
+
+
+def placed(tree: Tree) -> Hashable:
+    """Structure, shapes, dtypes and layout of arrays on devices."""
+    return shapes(tree), tuple(x.sharding for x in jax.tree.leaves(tree))
+
+
+def number(key: Hashable) -> int:
+    """One small number per key: hashing hundreds of shapes per call takes a while."""
+    return _NUMBERS.setdefault(key, next(_FRESH))

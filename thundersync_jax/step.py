@@ -1,0 +1,171 @@
+"""One step: rollouts go out, events come in, one gradient comes back.
+
+The learner's side of the loop. It runs in the main thread, reads the pool's events,
+tells the stream, and otherwise waits.
+"""
+
+import collections
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from thundersync_jax.errors import StreamError
+from thundersync_jax.learner_clock import Totals
+from thundersync_jax.ledger import Report
+from thundersync_jax.progress import Progress
+from thundersync_jax.rollout.events import Completed, Event, Failed, Job, Rewarded
+from thundersync_jax.run import Run
+from thundersync_jax.stream import GradientStream
+from thundersync_jax.types import Trajectory
+
+Tree = Any
+# While work waits for a device, how often to look; otherwise events wake the loop.
+_LOOK_SECS = 0.001
+_WAIT_SECS = 0.25
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """What one step brought.
+
+    Attributes:
+      gradient: As `GradientStream.finish` returns it.
+      report: Likewise.
+      trajectories: Of all members, failed ones included where they have tokens, in
+        (group, member) order.
+      advantages: By (group, member), of the members that count.
+      rewarded_secs: By (group, member), when the verdict came in, on the monotonic
+        clock.
+      start_secs: When the rollouts went out.
+      last_reward_secs: When the last outcome came in.
+    """
+
+    gradient: Tree
+    report: Report
+    trajectories: list[Trajectory]
+    advantages: dict[tuple[int, int], float]
+    rewarded_secs: dict[tuple[int, int], float]
+    start_secs: float
+    last_reward_secs: float
+
+
+def run_step(
+    run: Run,
+    stream: GradientStream,
+    jobs: Sequence[Job],
+    version: int,
+    progress: Progress | None = None,
+    on_progress: Callable[[Progress], None] = lambda progress: None,
+) -> Step:
+    """Rolls out the jobs and streams their gradients.
+
+    Args:
+      run: Its sampler holds the stream's parameters.
+      stream: New, of this step.
+      jobs: All members of all groups.
+      version: Policy version of the parameters.
+      progress: Counts to raise.
+      on_progress: Called after every event.
+
+    Raises:
+      StreamError: More members failed than `rollout.failed_share_limit` allows, or the
+        gradient is not finite.
+    """
+    start = time.monotonic()
+    progress = progress or Progress(len(jobs), started_secs=start)
+    work = run.clock.totals
+    sizes = collections.Counter(job.key.group for job in jobs)
+    for group in sorted(sizes):
+        stream.open_group(group, sizes[group])
+    trajectories: dict[tuple[int, int], Trajectory] = {}
+    rewarded: dict[tuple[int, int], float] = {}
+    failures: list[Failed] = []
+    for event in rollouts(run, jobs, version, stream.advance):
+        place = event.key.group, event.key.member
+        _tell(run, stream, event)
+        if isinstance(event, Failed):
+            failures.append(event)
+        elif isinstance(event, Rewarded):
+            rewarded[place] = time.monotonic()
+        if event.trajectory is not None:
+            trajectories[place] = event.trajectory
+        _count(progress, event, run.clock.totals, work)
+        on_progress(progress)
+    last_reward = time.monotonic()
+    _check_failures(failures, len(jobs), run.config.rollout.failed_share_limit)
+    gradient, report = stream.finish()
+    return Step(
+        gradient=gradient,
+        report=report,
+        trajectories=[trajectories[place] for place in sorted(trajectories)],
+        advantages=stream.advantages,
+        rewarded_secs=rewarded,
+        start_secs=start,
+        last_reward_secs=last_reward,
+    )
+
+
+def rollouts(
+    run: Run,
+    jobs: Sequence[Job],
+    version: int,
+    advance: Callable[[], bool] = lambda: False,
+):
+    """Starts the jobs and yields the pool's events until every outcome is in.
+
+    Args:
+      run: Its pool rolls out.
+      jobs: All of one step.
+      version: Of the parameters that the sampler holds.
+      advance: Called while waiting; says whether it has more to do.
+    """
+    run.pool.start(jobs, version)
+    try:
+        while run.pool.outstanding:
+            wait = _LOOK_SECS if advance() else _WAIT_SECS
+            event = run.pool.next_event(wait)
+            if event is not None:
+                yield event
+    except BaseException:
+        run.pool.close()  # whoever gives up a step gives up the run
+        raise
+
+
+def _tell(run: Run, stream: GradientStream, event: Event) -> None:
+    group, member = event.key.group, event.key.member
+    if isinstance(event, Completed):
+        trajectory = event.trajectory
+        stream.complete(
+            group,
+            member,
+            run.sample(trajectory),
+            tokens=trajectory.action_tokens,
+            policy_version=trajectory.policy_version,
+        )
+    elif isinstance(event, Rewarded):
+        stream.reward(group, member, event.reward)
+    else:
+        stream.fail(group, member, event.stop_reason.value)
+
+
+def _count(progress: Progress, event: Event, now: Totals, before: Totals) -> None:
+    if isinstance(event, Completed):
+        progress.completed += 1
+        progress.tokens += event.trajectory.action_tokens
+    elif isinstance(event, Rewarded):
+        progress.verified += 1
+    else:
+        progress.failed += 1
+    progress.streamed = now.samples - before.samples
+    progress.learner_secs = now.busy_secs - before.busy_secs
+
+
+def _check_failures(failures: list[Failed], total: int, limit: float) -> None:
+    if len(failures) > limit * total:
+        first = failures[0]
+        raise StreamError(
+            f"{len(failures)} of {total} trajectories failed, more than "
+            f"rollout.failed_share_limit {limit:g} allows; the first: {first.key}: "
+            f"{first.stop_reason.value}: {first.reason}"
+        )

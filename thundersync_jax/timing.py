@@ -1,0 +1,198 @@
+"""How long a step took, why, and how long it had to take: pure functions on spans.
+
+T is the step, R its rollouts to the last verdict, L the learner's work, F the boundary,
+all in seconds.
+"""
+
+import math
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from thundersync_jax.types import Span
+
+
+class StepTiming(NamedTuple):
+    """One step in seconds, from its start to the end of its boundary.
+
+    Attributes:
+      step_secs: T, the whole step.
+      rollout_secs: R, from the start to the last verdict.
+      learner_secs: L, gradient work summed over replicas.
+      boundary_secs: F, the step boundary.
+      idle_fraction: Share of the replicas' time with neither gradient nor boundary.
+      tail_secs: From the last verdict to the end of the step.
+    """
+
+    step_secs: float
+    rollout_secs: float
+    learner_secs: float
+    boundary_secs: float
+    idle_fraction: float
+    tail_secs: float
+
+
+def step_timing(
+    spans: Sequence[Span], start_secs: float, end_secs: float, replicas: int = 1
+) -> StepTiming:
+    """Measures one step.
+
+    Args:
+      spans: Bars, those outside the step are cut off.
+      start_secs: When its first rollout could start.
+      end_secs: When its new parameters were there.
+      replicas: Learners that could have worked; one that never did has no bar.
+    """
+    within = clip(spans, start_secs, end_secs)
+    verdicts = [s.end_secs for s in within if s.track in ("rollout", "verify")]
+    rollout_secs = max(verdicts, default=start_secs) - start_secs
+    step_secs = end_secs - start_secs
+    return StepTiming(
+        step_secs=step_secs,
+        rollout_secs=rollout_secs,
+        learner_secs=sum(busy_secs(within, "learner").values()),
+        boundary_secs=union_secs(s for s in within if s.track == "boundary"),
+        idle_fraction=idle_fraction(within, start_secs, end_secs, replicas),
+        tail_secs=step_secs - rollout_secs,
+    )
+
+
+def idle_fraction(
+    spans: Sequence[Span], start_secs: float, end_secs: float, replicas: int = 1
+) -> float:
+    """Returns the share of the step in which a replica has nothing to do, 0 to 1.
+
+    A boundary occupies every replica; overlapping calls of one replica count once.
+    """
+    spans = clip(spans, start_secs, end_secs)
+    boundary = [span for span in spans if span.track == "boundary"]
+    lanes = _lanes(span for span in spans if span.track == "learner")
+    replicas = max(replicas, len(lanes), 1)
+    available = replicas * (end_secs - start_secs)
+    busy = sum(union_secs([*lane, *boundary]) for lane in lanes.values())
+    busy += (replicas - len(lanes)) * union_secs(boundary)
+    return 1.0 - busy / available if available > 0 else 0.0
+
+
+def busy_secs(spans: Iterable[Span], track: str) -> dict[str, float]:
+    """Returns the seconds of each lane of a track covered by at least one bar."""
+    lanes = _lanes(span for span in spans if span.track == track)
+    return {lane: union_secs(bars) for lane, bars in lanes.items()}
+
+
+def union_secs(spans: Iterable[Span]) -> float:
+    """Returns the seconds covered by at least one of the bars."""
+    total, reached = 0.0, -math.inf
+    for span in sorted(spans, key=_by_time):
+        total += max(0.0, span.end_secs - max(span.start_secs, reached))
+        reached = max(reached, span.end_secs)
+    return total
+
+
+def clip(spans: Iterable[Span], start_secs: float, end_secs: float) -> list[Span]:
+    """Returns the parts of the bars between two times, none of them empty."""
+    parts = []
+    for span in spans:
+        start = max(span.start_secs, start_secs)
+        end = min(span.end_secs, end_secs)
+        if start < end:
+            parts.append(Span(span.track, span.name, start, end, span.lane))
+    return parts
+
+
+def release_secs(
+    rewarded: Mapping[tuple[Hashable, int], float], release: str
+) -> dict[tuple[Hashable, int], float]:
+    """When a release rule lets each trajectory's gradient start.
+
+    Args:
+      rewarded: Seconds at which (group, member) had its verdict.
+      release: "batch" (the last verdict of all), "group" (of its group) or
+        "trajectory" (its own).
+    """
+    if release == "trajectory":
+        return dict(rewarded)
+    if release == "batch":
+        last = max(rewarded.values(), default=0.0)
+        return dict.fromkeys(rewarded, last)
+    if release == "group":
+        last_of: dict[Hashable, float] = {}
+        for (group, _), secs in rewarded.items():
+            last_of[group] = max(secs, last_of.get(group, secs))
+        return {key: last_of[key[0]] for key in rewarded}
+    raise ValueError(
+        f"release is {release!r}; expected 'batch', 'group' or 'trajectory'."
+    )
+
+
+def predicted_step_secs(
+    arrivals: Sequence[float], works: Sequence[float], boundary_secs: float
+) -> float:
+    """Step time of one learner that never idles beside ready work.
+
+    In the order of arrival,
+
+        T = F + max_i ( a_(i) + sum_{j >= i} w_(j) ).
+
+    Args:
+      arrivals: Seconds [N] after the step's start at which work i may begin.
+      works: Seconds [N] that work i takes.
+      boundary_secs: F, paid once at the end.
+    """
+    latest, remaining = 0.0, 0.0
+    for arrival, work in sorted(zip(arrivals, works, strict=True), reverse=True):
+        remaining += work
+        latest = max(latest, arrival + remaining)
+    return boundary_secs + latest
+
+
+def batch_step_secs(
+    rollout_secs: float, learner_secs: float, boundary_secs: float
+) -> float:
+    """Step time where learning waits for every verdict: T_batch = R + L + F."""
+    return rollout_secs + learner_secs + boundary_secs
+
+
+def group_correlation(groups: Sequence[Sequence[float]]) -> float:
+    """How alike the values of one group are: the intraclass correlation ICC(1).
+
+    With the mean squares between groups (MSB) and within groups (MSW) of a one-way
+    analysis of variance, N values in n groups of sizes k_g:
+
+        ICC(1) = (MSB - MSW) / (MSB + (k0 - 1) MSW),  k0 = (N - sum k_g^2 / N) / (n - 1)
+
+    Args:
+      groups: Values by group, for instance finish times; empty groups are left out.
+
+    Returns:
+      1 where all values of a group are equal, about 0 where groups tell nothing,
+      negative where members differ more than groups do. NaN with fewer than two
+      groups, without a group of two, or where all values are equal.
+
+    Source: Shrout and Fleiss 1979, "Intraclass correlations", equation for ICC(1,1);
+    k0 for unequal groups after Donner 1986.
+    """
+    groups = [np.asarray(group, np.float64) for group in groups if len(group)]
+    sizes = np.asarray([len(group) for group in groups], np.float64)
+    count, values = len(groups), sizes.sum()
+    if count < 2 or values == count:
+        return math.nan
+    grand = np.concatenate(groups).mean()
+    means = np.asarray([group.mean() for group in groups])
+    between = np.sum(sizes * (means - grand) ** 2) / (count - 1)
+    within = sum(np.sum((g - g.mean()) ** 2) for g in groups) / (values - count)
+    size = (values - np.sum(sizes**2) / values) / (count - 1)
+    scale = between + (size - 1) * within
+    return float((between - within) / scale) if scale > 0 else math.nan
+
+
+def _lanes(spans: Iterable[Span]) -> dict[str, list[Span]]:
+    lanes: dict[str, list[Span]] = {}
+    for span in spans:
+        lanes.setdefault(span.lane, []).append(span)
+    return lanes
+
+
+def _by_time(span: Span) -> tuple[float, float]:
+    return span.start_secs, span.end_secs

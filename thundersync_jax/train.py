@@ -1,0 +1,256 @@
+"""Trains a policy: warm start, then one streamed update per step.
+
+    python -m thundersync_jax.train --config=configs/quickstart.py --workdir=DIR
+
+The same command again resumes. A step whose gradient is exactly zero (nothing kept, or
+all rewards of every group equal) updates nothing: parameters, optimizer state and policy
+version stay, the step counts.
+"""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from thundersync_jax import comparison, state
+from thundersync_jax.checkpoint import Checkpoints, sha256
+from thundersync_jax.config import Config
+from thundersync_jax.display import Display, ReleaseRow, StepRow
+from thundersync_jax.evaluate import Evaluation, heldout
+from thundersync_jax.flags import run as run_command
+from thundersync_jax.metrics import Metrics, read
+from thundersync_jax.progress import RunProgress
+from thundersync_jax.records import write_rollouts
+from thundersync_jax.run import Factory, Run
+from thundersync_jax.step import Step, run_step
+from thundersync_jax.timeline import write_chrome_trace
+from thundersync_jax.timing import StepTiming, step_timing
+from thundersync_jax.warm_start import POLICY_VERSION, warm_start
+from thundersync_jax.workdir import claim
+
+
+def train(
+    config: Config, workdir: str | Path, *, environment: Factory | None = None
+) -> dict[str, Any]:
+    """Runs a config to its end in a work directory, from wherever it was.
+
+    Args:
+      config: The settings.
+      workdir: Holds config, checkpoints, metrics, rollouts and pictures.
+      environment: Makes the task set, in place of `config.env.factory`.
+
+    Returns:
+      The JSON object of `--json`.
+    """
+    workdir = Path(workdir)
+    claim(workdir, config)
+    display = Display()
+    with (
+        Run(config, workdir, environment, display.line) as run,
+        Checkpoints(workdir / "warm_start", keep=2) as warm_checkpoints,
+        Checkpoints(workdir / "checkpoints", config.checkpoint.keep) as checkpoints,
+    ):
+        warm = warm_start(run, run.initial_params(), warm_checkpoints)
+        now = state.init(run.optimizer, warm.params)
+        facts = {"version": POLICY_VERSION, "elapsed_secs": warm.elapsed_secs}
+        start = checkpoints.latest() or 0
+        if start:
+            now, facts = checkpoints.restore(start, now)
+            display.line(f"resumed after step {start}")
+        clock = _Clock(facts["elapsed_secs"])
+        update = state.Update(run.optimizer, config.optim.clip_norm, now)
+        version = facts["version"]
+        run.publish(now.params, version)
+        progress = RunProgress(config.steps, steps_done=start)
+        with Metrics(workdir, resume_step=start + bool(start)) as metrics:
+            if not start:
+                found = _evaluate(run, display, version, 0, "after the warm start")
+                metrics.write(0, {**_heldout(found), "elapsed_secs": clock.secs})
+            for step in range(start, config.steps):
+                with display.live(progress.title):
+                    done, now, version, scalars = _step(
+                        run, display, progress, update, now, version, step
+                    )
+                if _due(step + 1, config.evaluation.every_steps, config.steps):
+                    found = _evaluate(run, display, version, step + 1, "held-out")
+                    scalars |= _heldout(found)
+                metrics.write(step + 1, scalars | {"elapsed_secs": clock.secs})
+                if _due(step + 1, config.checkpoint.every_steps, config.steps):
+                    facts = {"version": version, "elapsed_secs": clock.secs}
+                    checkpoints.save(step + 1, now, facts)
+        checkpoints.wait()
+        _close(run, display, now, version)
+        return _result(run, warm.success, now, version, clock.secs)
+
+
+def _step(run, display, progress, update, now, version, step):
+    """One step: rollouts, gradient, update, publication, and its row."""
+    jobs = run.train_jobs(step)
+    counts = progress.begin(len(jobs), time.monotonic())
+    stream = run.new_stream(now.params, version)
+    done = run_step(run, stream, jobs, version, counts, display.update)
+    clipped = 0.0
+    sampled_by = version
+    with run.timeline.span("boundary", "update and publish"):
+        if done.report.gradient_norm > 0:
+            now, clipped = update(now, done.gradient)
+            jax.block_until_ready(now.params)
+            version += 1
+            run.publish(now.params, version)
+    end = time.monotonic()
+    progress.end(counts)
+    write_rollouts(run.workdir, step, done.trajectories, done.advantages)
+    spans = run.timeline.spans(since=done.start_secs)
+    timing = step_timing(spans, done.start_secs, end, run.config.mesh.replica)
+    scalars = _scalars(run.config, done, timing, sampled_by, float(clipped))
+    display.row(_row(run.config, done, scalars, step))
+    return done, now, version, scalars
+
+
+def _scalars(
+    config: Config, done: Step, timing: StepTiming, version: int, clipped: float
+) -> dict[str, float]:
+    report, trajectories = done.report, done.trajectories
+    rewards = [t.reward for t in trajectories if t.reward is not None]
+    names = (
+        "reward_mean loss gradient_norm tokens kept_groups dropped_groups uniform_groups "
+        "kept_members failed_members invalid_rewards direct streamed streamed_share "
+        "waited skipped compiles"
+    ).split()
+    return {name: getattr(report, name) for name in names} | {
+        "step_secs": timing.step_secs,
+        "rollout_secs": timing.rollout_secs,
+        "learner_secs": timing.learner_secs,
+        "learner_busy_share": 1.0 - timing.idle_fraction,
+        "tail_secs": timing.tail_secs,
+        "success_share": float(np.mean([r == 1.0 for r in rewards] or [np.nan])),
+        "gradient_norm_clipped": clipped,
+        "learning_rate": float(state.learning_rate(config.optim, version)),
+        "action_tokens_mean": float(np.mean([t.action_tokens for t in trajectories])),
+        "turns_mean": float(np.mean([t.turns for t in trajectories])),
+        "policy_version": version,
+        "staleness_max": max(version - t.policy_version for t in trajectories),
+    }
+
+
+def _row(config: Config, done: Step, scalars: dict[str, float], step: int) -> StepRow:
+    return StepRow(
+        step=step + 1,
+        steps=config.steps,
+        reward=scalars["reward_mean"],
+        success=scalars["success_share"],
+        gradient_norm=scalars["gradient_norm"],
+        kept_groups=done.report.kept_groups,
+        groups=config.rollout.groups_per_step,
+        uniform_groups=done.report.uniform_groups,
+        streamed_share=done.report.streamed_share,
+        rollout_secs=scalars["rollout_secs"],
+        step_secs=scalars["step_secs"],
+        learner_busy=scalars["learner_busy_share"],
+        staleness=scalars["staleness_max"],
+    )
+
+
+def _evaluate(run, display, version, step, label) -> Evaluation:
+    settings = run.config.evaluation
+    found = heldout(run, version, step, settings.questions, settings.samples)
+    display.evaluation(label, int(found.successes.sum()), found.answers)
+    if found.trajectories:
+        display.sample(found.trajectories[step % len(found.trajectories)])
+    return found
+
+
+def _heldout(found: Evaluation) -> dict[str, float]:
+    low, high = found.interval
+    return {
+        "heldout_success": found.success,
+        "heldout_success_low": low,
+        "heldout_success_high": high,
+    }
+
+
+def _close(run: Run, display: Display, now: state.State, version: int) -> None:
+    """One more step under every release rule, as a table and as pictures."""
+    step = run.config.steps
+    lives = comparison.compare_live(run, now.params, version, step)
+    batch = lives["batch"].step
+    control = None
+    if batch.report.gradient_norm > 0:
+        control = comparison.control_difference(
+            run, now.params, batch.trajectories, batch.gradient, seed=step
+        )
+    display.closing_table(
+        [
+            ReleaseRow(
+                release,
+                live.timing.step_secs,
+                live.timing.idle_fraction,
+                live.timing.tail_secs,
+                live.predicted_secs,
+                None
+                if control is None
+                else comparison.relative_difference(live.step.gradient, batch.gradient),
+                control,
+            )
+            for release, live in lives.items()
+        ]
+    )
+    write_chrome_trace(run.workdir / "timeline.json", run.timeline.spans())
+    _draw(run, display, {release: live.spans for release, live in lives.items()})
+
+
+def _draw(run: Run, display: Display, panels) -> None:
+    try:
+        from thundersync_jax import pictures
+    except ImportError:
+        display.line("no pictures: pip install 'thundersync_jax[plots]' brings them")
+        return
+    rows = [row for row in read(run.workdir) if "heldout_success" in row]
+    points = [
+        (
+            row["elapsed_secs"],
+            row["heldout_success"],
+            row["heldout_success_low"],
+            row["heldout_success_high"],
+        )
+        for row in rows
+    ]
+    pictures.draw_timeline(run.workdir / "timeline.png", panels)
+    pictures.draw_success(run.workdir / "success.png", points, points[0][0])
+
+
+def _result(run, warm_success, now, version, secs) -> dict[str, Any]:
+    rows = read(run.workdir)
+    measured = [row for row in rows if "heldout_success" in row]
+    return {
+        "heldout_success": {
+            "warm_start": measured[0]["heldout_success"],
+            "end": measured[-1]["heldout_success"],
+        },
+        "questions": run.config.evaluation.questions,
+        "steps": run.config.steps,
+        "updates": version - POLICY_VERSION,
+        "wall_secs": secs,
+        "sha256": sha256(now),
+    }
+
+
+class _Clock:
+    """Seconds of the run so far, pauses between its processes left out."""
+
+    def __init__(self, before_secs: float):
+        self._origin = time.monotonic() - before_secs
+
+    @property
+    def secs(self) -> float:
+        return time.monotonic() - self._origin
+
+
+def _due(step: int, every: int, last: int) -> bool:
+    return step == last or (every > 0 and step % every == 0)
+
+
+if __name__ == "__main__":
+    run_command(train)
