@@ -36,7 +36,10 @@ def get_config(variant: str | None = None) -> Config:
         ),
         env=EnvConfig(
             options=ReasoningOptions(
-                tasks=("chain_sum", "products", "gcd"), terms=(2, 2), digits=(1, 2)
+                tasks=("chain_sum",),
+                terms=(2, 3),
+                digits=(1, 2),
+                train_tasks=16_384,
             ),
             tool_latency=LatencyConfig("lognormal", median_secs=0.04, sigma=1.0),
             verify_latency=LatencyConfig("lognormal", median_secs=0.02, sigma=1.0),

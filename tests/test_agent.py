@@ -220,21 +220,21 @@ def test_environment_faults_are_values_that_name_the_command():
 
 def test_deadlines_name_what_they_stopped():
     cases = [
-        (FakeEnvironment(start=never), {"command_timeout_secs": 0.05}, r"start\(\)"),
+        (FakeEnvironment(start=never), {"command_timeout_secs": 0.2}, r"start\(\)"),
         (
             FakeEnvironment(step=never),
-            {"command_timeout_secs": 0.05},
-            "of turn 0.*0.05",
+            {"command_timeout_secs": 0.2},
+            "of turn 0.*0.2",
         ),
         (
             FakeEnvironment(reward=never),
-            {"verify_timeout_secs": 0.05},
-            "verify.*0.05 s",
+            {"verify_timeout_secs": 0.2},
+            "verify.*0.2 s",
         ),
         (
             FakeEnvironment(step=never),
-            {"trajectory_timeout_secs": 0.05},
-            r"trajectory deadline of 0.05 s .* step\(\) of turn 0",
+            {"trajectory_timeout_secs": 0.2},
+            r"trajectory deadline of 0.2 s .* step\(\) of turn 0",
         ),
     ]
     for environment, changes, reason in cases:

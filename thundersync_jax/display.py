@@ -33,11 +33,11 @@ _STEP_COLUMNS = (
     Column("reward", 7),
     Column("success", 6),
     Column("gradient\nnorm", 8),
-    Column("groups\nkept", 6),
+    Column("groups\nkept", 7),
     Column("uniform", 7),
     Column("streamed", 8),
     Column("rollout\nsecs", 7),
-    Column("step\nsecs", 5),
+    Column("step\nsecs", 6),
     Column("learner\nbusy", 7),
     Column("staleness", 9),
 )
@@ -107,6 +107,11 @@ class Display:
         self._rows = 0  # since the last heading
         self._fresh = True  # nothing written yet
 
+    @property
+    def width(self) -> int:
+        """Characters of a line; off a terminal a fixed number."""
+        return self._console.width if self._lively else WIDTH
+
     @contextlib.contextmanager
     def live(
         self, title: str, clock: Callable[[], float] = time.monotonic
@@ -126,7 +131,7 @@ class Display:
             refresh_per_second=_REFRESHES_PER_SEC,
             transient=True,
             get_renderable=lambda: progress_line(
-                title, self._progress, clock(), bar=self._console.width >= WIDTH
+                title, self._progress, clock(), bar=self.width >= WIDTH
             ),
         ):
             yield
@@ -172,9 +177,9 @@ class Display:
           lines: The most of each segment, its middle is left out; None for all.
         """
         self._rows = 0
+        self._gap()
         self._print(transcript.title(trajectory, advantage))
-        width = min(self._console.width, WIDTH) if self._lively else WIDTH
-        for text in transcript.body(trajectory, self._console, width, lines):
+        for text in transcript.body(trajectory, self._console, self.width, lines):
             self._print(text)
 
     def table(
@@ -183,8 +188,7 @@ class Display:
         """Any table, its columns as wide as they must be."""
         self._rows = 0
         if title:
-            if not self._fresh:
-                self._print(Text())
+            self._gap()
             self._print(Text(title, _STRONG))
             self._fresh = True  # no gap between a title and its heading
         columns = tables.fit(columns, rows)
@@ -218,15 +222,18 @@ class Display:
     def _fitting(self, columns: Sequence[Column]) -> list[Column]:
         columns = list(columns)
         for heading in _DISPENSABLE:
-            if self._lively and tables.extent(columns) > self._console.width:
+            if tables.extent(columns) > self.width:
                 columns = [column for column in columns if column.heading != heading]
         return columns
 
     def _heading(self, columns: Sequence[Column]) -> None:
-        if not self._fresh:
-            self._print(Text())
+        self._gap()
         for text in tables.heading(columns):
             self._print(Text(text, _QUIET))
+
+    def _gap(self) -> None:
+        if not self._fresh:
+            self._print(Text())
 
     def _print(self, text: Text) -> None:
         self._fresh = False

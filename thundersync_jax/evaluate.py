@@ -6,12 +6,18 @@ python -m thundersync_jax.evaluate --config=FILE.py --workdir=DIR --samples=4
 import collections
 import dataclasses
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from thundersync_jax import state
+from thundersync_jax.checkpoint import Checkpoints
+from thundersync_jax.config import Config
+from thundersync_jax.display import Display
+from thundersync_jax.errors import ConfigError
+from thundersync_jax.flags import Flag
+from thundersync_jax.flags import run as run_command
 from thundersync_jax.intervals import wilson_interval
 from thundersync_jax.rollout.events import Completed, Failed
 from thundersync_jax.run import Run
@@ -62,6 +68,79 @@ class Evaluation:
         return 1.0 - float(np.mean(misses))
 
 
+def evaluate(
+    config: Config,
+    workdir: str | Path,
+    *,
+    samples: int = 4,
+    questions: int | None = None,
+) -> dict[str, Any]:
+    """Evaluates the newest policy of a work directory: a checkpoint, or the warm start.
+
+    The config may differ from the one that trained it (another tool, temperature or
+    limit); the model may not.
+
+    Args:
+      config: The settings.
+      workdir: Of a training run.
+      samples: Answers per question.
+      questions: Held-out questions; None takes `evaluation.questions`.
+
+    Returns:
+      The JSON object of `--json`.
+
+    Raises:
+      ConfigError: There is no policy, or fewer held-out questions than asked for.
+    """
+    questions = questions or config.evaluation.questions
+    display = Display()
+    with Run(config, workdir, on_line=display.line) as run:
+        if not (1 <= questions <= len(run.tasks.heldout) and samples >= 1):
+            raise ConfigError(
+                f"--questions is {questions} and --samples {samples}; expected 1 to "
+                f"{len(run.tasks.heldout)} held-out questions and at least 1 sample."
+            )
+        step, params = newest_policy(run)
+        run.publish(params, step)
+        found = heldout(run, step, step, questions, samples)
+    result = {
+        "step": step,
+        "questions": questions,
+        "samples": samples,
+        "success": found.success,
+        "interval": list(found.interval),
+        "pass_at": {str(k): found.pass_at(k) for k in _powers_of_two(samples)},
+        "turns_mean": _mean([t.turns for t in found.trajectories]),
+        "action_tokens_mean": _mean([t.action_tokens for t in found.trajectories]),
+        "stop_reasons": found.stop_reasons,
+    }
+    display.evaluation(f"step {step}", int(found.successes.sum()), found.answers)
+    for k, value in result["pass_at"].items():
+        display.line(f"pass@{k:<4} {100 * value:5.1f} %")
+    display.line(
+        f"{result['turns_mean']:.2f} turns and {result['action_tokens_mean']:.1f} sampled "
+        "tokens per answer"
+    )
+    for reason, count in sorted(found.stop_reasons.items()):
+        display.line(f"{reason:<18} {count:5d}")
+    return result
+
+
+def newest_policy(run: Run) -> tuple[int, Any]:
+    """Returns the step and the parameters of the newest checkpoint; step 0 is the warm
+    start's."""
+    like = state.init(run.optimizer, run.initial_params())
+    for folder in ("checkpoints", "warm_start"):
+        with Checkpoints(run.workdir / folder) as checkpoints:
+            step = checkpoints.latest()
+            if step is not None:
+                saved, _ = checkpoints.restore(step, like)
+                return (step if folder == "checkpoints" else 0), saved.params
+    raise ConfigError(
+        f"{run.workdir} holds no policy; train one first with the same --workdir."
+    )
+
+
 def heldout(
     run: Run, version: int, step: int, questions: int, samples: int
 ) -> Evaluation:
@@ -90,3 +169,21 @@ def heldout(
         successes[key.group] += event.reward == 1.0
     ordered = [trajectories[place] for place in sorted(trajectories)]
     return Evaluation(successes, samples, ordered, dict(reasons))
+
+
+def _powers_of_two(most: int) -> list[int]:
+    return [2**i for i in range(most.bit_length()) if 2**i <= most]
+
+
+def _mean(values: list[int]) -> float:
+    return float(np.mean(values or [math.nan]))
+
+
+if __name__ == "__main__":
+    run_command(
+        evaluate,
+        flags={
+            "samples": Flag(int, 4, "answers per question"),
+            "questions": Flag(int, None, "held-out questions; the config's number"),
+        },
+    )

@@ -18,13 +18,24 @@ if TYPE_CHECKING:
 
 # After Okabe and Ito 2008, tells apart under every common colour blindness; tints of
 # one colour belong together and differ in lightness.
-DECODE, WAIT = "#2f6f9f", "#c3d7e6"
+DECODE, WAIT = "#2c5f98", "#c0d3e8"
 VERIFY = "#e2a336"
-DIRECT, STREAMED = "#8cc9b5", "#12805f"
+DIRECT, STREAMED = "#93d1b8", "#15926b"
 BOUNDARY = "#c2502e"
-_INK, _FAINT, _LANE = "#2b2f33", "#8a9097", "#f0f1f3"
+_INK, _FAINT, _LANE = "#2b2f33", "#868c93", "#f2f2f2"
 _DPI = 160
 _LEARNER_SHARE = 0.16  # of a panel's height, all replicas together
+
+
+class _Unit(NamedTuple):
+    """What a time axis counts in."""
+
+    name: str
+    short: str
+    secs: float
+
+    def text(self, secs: float) -> str:
+        return f"{secs / self.secs:.2f} {self.short}"
 
 
 class SuccessPoint(NamedTuple):
@@ -43,20 +54,29 @@ def draw_timeline(
 
     Args:
       path: Of the picture.
-      panels: Bars by release rule; each panel begins with its first bar. Tracks and
-        names are those of the run's timeline.
+      panels: Bars by release rule; each panel begins with its first bar and ends with
+        its last. Tracks and names are those of the run's timeline.
     """
     panels = {name: list(spans) for name, spans in panels.items() if spans}
-    figure = _figure(9.6, 0.95 + 2.05 * max(len(panels), 1))
-    axes = figure.subplots(max(len(panels), 1), 1, sharex=True, squeeze=False)[:, 0]
+    count = max(len(panels), 1)
+    figure = _figure(9.6, 0.9 + 2.2 * count)
+    axes = figure.subplots(count, 1, sharex=True, squeeze=False)[:, 0]
     lengths = {name: _end(spans) - _start(spans) for name, spans in panels.items()}
     longest = max(lengths.values(), default=1.0)
+    unit = _unit(longest)
     for axis, (name, spans) in zip(axes, panels.items(), strict=False):
-        _draw_panel(axis, name, spans, longest)
-        _annotate(axis, name, spans, longest, lengths.get("batch"))
-    axes[-1].set_xlabel("seconds since the step began", color=_INK)
-    axes[-1].set_xlim(0, longest * 1.01)
-    _legend(figure)
+        lane = _draw_panel(axis, spans, longest)
+        _annotate(axis, name, spans, unit, lengths.get("batch"))
+        saved = lengths.get("batch", 0.0) - lengths[name]
+        if saved > 0.1 * longest:  # narrower, the words would not fit
+            _draw_saved(axis, lengths[name], saved, lane, unit)
+        _quiet(axis)
+        axis.tick_params(axis="y", length=0)
+        if axis is not axes[-1]:
+            axis.spines["bottom"].set_visible(False)
+            axis.tick_params(axis="x", length=0)
+    _time_axis(axes[-1], 1.01 * longest, unit, "since the step began")
+    _legend(axes[0])
     figure.savefig(path)
 
 
@@ -73,102 +93,141 @@ def draw_success(
       warm_start_secs: When the warm start ended; shaded up to there.
     """
     points = [SuccessPoint(*point) for point in points]
+    last = max([*(point.wall_secs for point in points), warm_start_secs, 1e-9])
+    unit = _unit(last)
     figure = _figure(7.2, 4.0)
     axis = figure.subplots()
     secs = [point.wall_secs for point in points]
-    axis.fill_between(
-        secs,
-        [100 * point.low for point in points],
-        [100 * point.high for point in points],
-        color=DECODE,
-        alpha=0.16,
-        linewidth=0,
-    )
-    axis.plot(secs, [100 * p.success for p in points], color=DECODE, linewidth=2)
-    axis.plot(secs, [100 * p.success for p in points], "o", color=DECODE, markersize=4)
-    axis.set_xlim(0, max([*secs, warm_start_secs, 1e-9]) * 1.09)
-    axis.set_ylim(0, 100)
+    low, high = ([100 * point[side] for point in points] for side in (2, 3))
+    success = [100 * point.success for point in points]
+    axis.fill_between(secs, low, high, color=DECODE, alpha=0.16, linewidth=0)
+    axis.plot(secs, success, "o-", color=DECODE, linewidth=2, markersize=4.5, zorder=3)
+    axis.lines[-1].set_clip_on(False)  # whole markers at 0 and at 100 %
     if warm_start_secs > 0:
         axis.axvspan(0, warm_start_secs, color=_LANE, zorder=0)
-        axis.text(
-            warm_start_secs / 2, 97, "warm start", color=_FAINT, ha="center", va="top"
-        )
-    for point in points[-1:]:
-        axis.annotate(
-            f"{point.success:.0%}",
-            (point.wall_secs, 100 * point.success),
-            (8, 0),
-            textcoords="offset points",
-            color=DECODE,
-            fontweight="bold",
-            va="center",
-        )
-    axis.set_xlabel("seconds of wall-clock time", color=_INK)
-    axis.set_ylabel("held-out success, %", color=_INK)
-    axis.set_title("Held-out success, 95% interval", loc="left", color=_INK)
+        narrow = warm_start_secs < 0.16 * last
+        place = {"ha": "center", "va": "top", "rotation": 90 if narrow else 0}
+        axis.text(warm_start_secs / 2, 97, "warm start", color=_FAINT, **place)
+    warm = [point for point in points if point.wall_secs <= warm_start_secs]
+    for point in warm[-1:]:
+        left = point.wall_secs > 0.1 * last  # else it would leave the picture
+        _label(axis, point, (-8 if left else 8, 8), "right" if left else "left")
+    for point in points[len(warm) :][-1:]:
+        _label(axis, point, (9, 0), "left")
+    _time_axis(axis, 1.09 * last, unit, "of wall-clock time")
+    axis.set_ylim(0, 100)
+    axis.yaxis.set_major_formatter(lambda share, _: f"{share:g}%")
+    title = "Held-out success with its 95% interval"
+    axis.set_title(title, loc="left", color=_INK, fontsize=11, fontweight="bold")
     axis.grid(axis="y", color=_LANE)
     _quiet(axis)
     figure.savefig(path)
 
 
-def _draw_panel(
-    axis: "Axes", name: str, spans: Sequence[Span], longest: float
-) -> None:
-    """Trajectories as rows in the order they finished, the learner below them."""
-    start = _start(spans)
+def _draw_panel(axis: "Axes", spans: Sequence[Span], longest: float) -> float:
+    """Trajectories in the order they finished, the learner's replicas below them.
+
+    Returns:
+      The middle of the learner's rows.
+    """
+    start, end = _start(spans), _end(spans)
     rows = _by_finish([s for s in spans if s.track in ("rollout", "verify")])
-    learner = sorted({s.lane for s in spans if s.track == "learner"}) or [""]
+    lanes = sorted({s.lane for s in spans if s.track == "learner"}) or [""]
     height = max(len(rows), 1) * _LEARNER_SHARE / (1 - _LEARNER_SHARE)
-    gap = height * 0.35
+    bottom = len(rows) + 0.35 * height
+    thick = 1.0 if len(rows) > 48 else 0.8  # gaps of less than a pixel flicker
     for color, bars in (
         (WAIT, [s for s in spans if s.track == "rollout" and s.name != "decode"]),
         (DECODE, [s for s in spans if s.track == "rollout" and s.name == "decode"]),
         (VERIFY, [s for s in spans if s.track == "verify"]),
     ):
-        _bars(axis, bars, [rows[s.lane] for s in bars], 0.86, color, start)
-    each = height / len(learner)
-    bottom = len(rows) + gap
-    for place, lane in enumerate(learner):
+        _bars(axis, bars, [rows[s.lane] for s in bars], thick, color, start)
+    each = height / len(lanes)
+    for place, lane in enumerate(lanes):
         top = bottom + place * each
-        axis.broken_barh([(0, _end(spans) - start)], (top, 0.9 * each), color=_LANE)
+        axis.broken_barh([(0, end - start)], (top, 0.9 * each), color=_LANE)
         calls = [s for s in spans if s.track == "learner" and s.lane == lane]
+        work = sum(s.end_secs - s.start_secs for s in calls)
+        edge = 0.4 if work > len(calls) * longest / 150 else 0.0
         for color, kind in ((DIRECT, False), (STREAMED, True)):
             bars = [s for s in calls if s.name.startswith("streamed") == kind]
-            _bars(axis, bars, [top] * len(bars), 0.9 * each, color, start, edge=0.35)
+            _bars(axis, bars, [top] * len(bars), 0.9 * each, color, start, edge)
     boundary = [s for s in spans if s.track == "boundary"]
-    _bars(axis, boundary, [bottom] * len(boundary), 0.9 * height, BOUNDARY, start)
+    tall = height - 0.1 * each
+    _bars(axis, boundary, [bottom] * len(boundary), tall, BOUNDARY, start)
     axis.set_ylim(bottom + height, -0.5)
-    axis.set_yticks(
-        [len(rows) / 2, bottom + height / 2],
-        [f"{len(rows)} trajectories", "learner"],
-        color=_INK,
-    )
-    _quiet(axis)
-    axis.tick_params(axis="y", length=0)
+    middle = bottom + tall / 2
+    labels = [f"{len(rows)} trajectories", "learner"]
+    axis.set_yticks([len(rows) / 2, middle], labels)
+    return middle
 
 
 def _annotate(
     axis: "Axes",
     name: str,
     spans: Sequence[Span],
-    longest: float,
+    unit: "_Unit",
     batch_secs: float | None,
 ) -> None:
-    start, end = _start(spans), _end(spans)
-    timing = step_timing(spans, start, end)
-    text = f"{timing.step_secs:.2f} s     learner idle {timing.idle_fraction:.0%}"
+    timing = step_timing(spans, _start(spans), _end(spans))
+    text = f"{unit.text(timing.step_secs)}     learner idle {timing.idle_fraction:.0%}"
     if batch_secs and name != "batch":
-        text += f"     {batch_secs / timing.step_secs:.2f}× batch"
+        text += f"     {batch_secs / timing.step_secs:.2f}x batch"
     axis.set_title(name, loc="left", color=_INK, fontweight="bold", fontsize=11)
     axis.set_title(text, loc="right", color=_INK, fontsize=9.5)
-    axis.axvline(timing.rollout_secs, color=_FAINT, linewidth=0.8, linestyle=(0, (4, 3)))
-    axis.axvline(timing.step_secs, color=BOUNDARY, linewidth=1.2)
+    axis.axvline(timing.rollout_secs, color=_INK, linewidth=0.8, linestyle=(0, (4, 3)))
+    axis.axvline(timing.step_secs, color=BOUNDARY, linewidth=1.4)
 
 
-def _legend(figure: "Figure") -> None:
+def _draw_saved(
+    axis: "Axes", step_secs: float, saved: float, lane: float, unit: "_Unit"
+) -> None:
+    batch_secs = step_secs + saved
+    axis.axvline(batch_secs, color=_FAINT, linewidth=0.8, linestyle=(0, (1, 2)))
+    arrow = {"arrowstyle": "->", "color": _FAINT, "shrinkA": 0, "shrinkB": 3}
+    axis.annotate("", (step_secs, lane), (batch_secs, lane), arrowprops=arrow)
+    axis.text(
+        step_secs + saved / 2,
+        lane,
+        f"{unit.text(saved)} sooner",
+        ha="center",
+        va="center",
+        color=_INK,
+        fontsize=9,
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 3},
+    )
+
+
+def _label(
+    axis: "Axes", point: SuccessPoint, offset: tuple[int, int], side: str
+) -> None:
+    axis.annotate(
+        f"{point.success:.0%}",
+        (point.wall_secs, 100 * point.success),
+        offset,
+        textcoords="offset points",
+        color=DECODE,
+        fontweight="bold",
+        ha=side,
+        va="center",
+    )
+
+
+def _time_axis(axis: "Axes", right_secs: float, unit: "_Unit", since: str) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    locator = MaxNLocator(8, steps=[1, 2, 5, 10])
+    ticks = locator.tick_values(0, right_secs / unit.secs)
+    axis.set_xticks([unit.secs * tick for tick in ticks], [f"{t:g}" for t in ticks])
+    axis.set_xlim(0, right_secs)
+    axis.set_xlabel(f"{unit.name} {since}", color=_INK)
+
+
+def _legend(axis: "Axes") -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
+    dashes = {"linestyle": "None", "marker": "|", "markersize": 10}
     entries = [
         Patch(color=DECODE, label="decode"),
         Patch(color=WAIT, label="tool"),
@@ -176,16 +235,20 @@ def _legend(figure: "Figure") -> None:
         Patch(color=STREAMED, label="gradient, streamed"),
         Patch(color=DIRECT, label="gradient, direct"),
         Patch(color=BOUNDARY, label="boundary"),
-        Line2D([], [], color=_FAINT, linestyle=(0, (4, 3)), label="last reward"),
+        Line2D([], [], color=_INK, label="last reward", **dashes),
     ]
-    figure.legend(
+    axis.legend(
         handles=entries,
-        loc="outside upper left",
+        loc="lower left",
+        bbox_to_anchor=(0, 1.14),
+        borderaxespad=0,
+        borderpad=0,
         ncols=len(entries),
         frameon=False,
         fontsize=8.5,
         handlelength=1.1,
-        columnspacing=1.3,
+        handletextpad=0.5,
+        columnspacing=1.5,
         labelcolor=_INK,
     )
 
@@ -220,6 +283,14 @@ def _by_finish(spans: Sequence[Span]) -> dict[str, int]:
     return {lane: row for row, lane in enumerate(sorted(finish, key=finish.get))}
 
 
+def _unit(longest_secs: float) -> _Unit:
+    if longest_secs < 600:
+        return _Unit("seconds", "s", 1.0)
+    if longest_secs < 3 * 3600:
+        return _Unit("minutes", "min", 60.0)
+    return _Unit("hours", "h", 3600.0)
+
+
 def _start(spans: Sequence[Span]) -> float:
     return min(span.start_secs for span in spans)
 
@@ -245,5 +316,6 @@ def _figure(width: float, height: float) -> "Figure":
             "pip install 'thundersync_jax[plots]'."
         ) from error
     figure = Figure(figsize=(width, height), dpi=_DPI, layout="constrained")
+    figure.get_layout_engine().set(h_pad=0.08)  # inches
     FigureCanvasAgg(figure)
     return figure

@@ -159,9 +159,9 @@ def read_step(
         below = [str(other) for other in there if other < step][-1:]
         above = [str(other) for other in there if other > step][:1]
         raise ConfigError(
-            f"step {step} has no trajectories in {Path(workdir) / FOLDER}; the nearest "
-            f"recorded: {' and '.join(below + above)} (of {len(there)}, "
-            f"{there[0]} to {there[-1]})."
+            f"step {step} has no trajectories in {Path(workdir) / FOLDER}, expected a "
+            f"step from {there[0]} to {there[-1]}. The nearest there: "
+            f"{' and '.join(below + above)}."
         )
     return step, read_rollouts(rollouts_path(workdir, step))
 

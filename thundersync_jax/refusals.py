@@ -80,8 +80,8 @@ def reward(
     """
     if estimator is None:
         raise ValueError(
-            f"group {group!r} member {member} got reward {value!r:.60} and estimator is "
-            "None, which has no use for rewards; leave them out or give one"
+            f"group {group!r} member {member} got reward {value!r:.60} and estimator "
+            "is None, which has no use for rewards; leave them out or give one"
         )
     try:
         number = math.nan if isinstance(value, str) else float(value)

@@ -101,7 +101,7 @@ class Schedule:
         self._release = release
         self._drop_partial = drop_partial
         self._needs_reward = rewards
-        self._held = held
+        self.held = held
         self._rows = rows_per_call
         self._free = list(range(open_groups))[::-1]
         self._groups: dict[Hashable, _Group] = {}
@@ -221,10 +221,10 @@ class Schedule:
                 f"from 0 to {len(members) - 1}"
             )
         if members[member].settled:
-            how = "has failed" if members[member].failed else "is complete and rewarded"
+            how = "has failed" if members[member].failed else "has all it needs"
             raise ValueError(
-                f"{event} for group {group!r} member {member}, which {how}; a settled "
-                "member does not change"
+                f"{event} for group {group!r} member {member}, which is settled: it "
+                f"{how} and does not change any more"
             )
         return members[member]
 
@@ -274,7 +274,7 @@ class Schedule:
         if state.unsettled == 0:
             return self._close(name, state, not all(m.failed for m in state.members))
         if self._release == "trajectory" and state.pending:
-            if self._held:
+            if self.held:
                 self._known[name] = state
             else:
                 self._finalize(state)

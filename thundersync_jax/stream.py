@@ -169,6 +169,7 @@ class GradientStream:
             tree, tokens, padded.real_tokens, padded.padded_tokens
         )
         self._structure = parts
+        self._schedule.held = parts.weighted or self._holds_additive
         self._version = policy_version if self._version is None else self._version
 
     def complete(

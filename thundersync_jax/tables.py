@@ -96,9 +96,9 @@ def signed(value: float | None, decimals: int = 2) -> str:
     return text if value < 0 else f"+{text}"
 
 
-def short(value: float | None) -> str:
-    """Up to three digits without filling zeros: 1, 0.5, 0.333."""
-    return MISSING if _missing(value) else f"{value:.3g}"
+def short(value: float | None, digits: int = 3) -> str:
+    """Up to so many digits without filling zeros: 1, 0.5, 0.333."""
+    return MISSING if _missing(value) else f"{value:.{digits}g}"
 
 
 def cut(text: str, width: int) -> str:

@@ -8,8 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from thundersync_jax.ops import reductions
-
 
 def token_weights(
     loss_mask: np.ndarray, aggregation: str, constant: float | None = None
@@ -68,5 +66,6 @@ def policy_gradient(logprob_t: jax.Array, weight_t: jax.Array) -> jax.Array:
       Scalar, to be multiplied by the advantage.
     """
     trained_t = weight_t != 0
+    # Selected before the product: 0 * NaN is NaN, in the gradient too.
     safe_t = jnp.where(trained_t, logprob_t, jnp.zeros_like(logprob_t))
     return -jnp.sum(safe_t * weight_t.astype(logprob_t.dtype))

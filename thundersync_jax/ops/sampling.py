@@ -26,7 +26,7 @@ def draw(
       token: int32[]; never one whose probability underflows to 0.
       logprob: float[], at `temperature`, or at 1 where that is 0.
     """
-    scaled = logprobs.tempered(logits, temperature)
+    scaled = logits * logprobs.inverse_temperature(temperature, logits.dtype)
     highest = jnp.max(scaled)
     # The first of the largest. XLA's argmax is not vectorised on CPU.
     index = jnp.arange(logits.shape[0], dtype=jnp.int32)

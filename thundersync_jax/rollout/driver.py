@@ -16,7 +16,7 @@ from typing import Any
 from thundersync_jax.rollout.engine import Engine, Request, Response
 
 # The thread may die with a call still in its inbox: look now and then.
-_LIVENESS_SECS = 1.0
+_LIVENESS_SECS = 0.25
 
 
 class EngineDriver:

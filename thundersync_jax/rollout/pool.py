@@ -256,7 +256,7 @@ class RolloutPool:
                 if attempt + 1 == attempts or stopped.stop_reason not in RETRIED:
                     self._fail(member, stopped.stop_reason, stopped.reason)
                     return
-        self._events.put(Completed(agent.key, trajectory))
+        self._tell(member, Completed(agent.key, trajectory))
         # Outside the slots: the next member decodes while this one is verified.
         try:
             async with self._verifiers:
@@ -267,7 +267,7 @@ class RolloutPool:
         trajectory = dataclasses.replace(
             trajectory, reward=reward, times=dict(agent.times)
         )
-        self._settle(member, Rewarded(agent.key, reward, trajectory))
+        self._tell(member, Rewarded(agent.key, reward, trajectory))
 
     def _agent(self, member: _Member, attempt: int) -> Agent:
         agent = Agent(
@@ -287,24 +287,25 @@ class RolloutPool:
     def _fail(self, member: _Member, stop_reason: StopReason, reason: str) -> None:
         agent = member.agent
         if agent is None:
-            self._settle(member, Failed(member.job.key, stop_reason, reason))
+            self._tell(member, Failed(member.job.key, stop_reason, reason))
             return
         if self._limits.attempts > 1:
             reason += f" (attempt {agent.key.attempt + 1} of {self._limits.attempts})"
         trajectory = None
         if agent.recorder is not None:
             trajectory = agent.recorder.trajectory(stop_reason, reason, agent.times)
-        self._settle(member, Failed(agent.key, stop_reason, reason, trajectory))
+        self._tell(member, Failed(agent.key, stop_reason, reason, trajectory))
 
-    def _settle(self, member: _Member, outcome: Rewarded | Failed) -> None:
-        """Reports the outcome; what a stopped member says afterwards is dropped."""
+    def _tell(self, member: _Member, event: Event) -> None:
+        """Passes on what an open member says; a stopped one is not heard."""
         key = member.job.key._replace(attempt=0)
         if self._open.get(key) is not member:
             return
-        del self._open[key]
-        if not self._open and self._deadline is not None:
-            self._deadline.cancel()
-        self._events.put(outcome)
+        self._events.put(event)
+        if not isinstance(event, Completed):
+            del self._open[key]
+            if not self._open:
+                self._deadline.cancel()
 
     def _end(self, stop_reason: StopReason, reason: str) -> None:
         """Fails every open member now, without waiting for what it is busy with."""
