@@ -106,6 +106,19 @@ def test_off_a_terminal_there_is_nothing_but_text():
     assert text.startswith("compiling gradient of 1 x (48,)\n")
 
 
+def test_forced_colour_in_a_file_brings_no_redrawn_line(monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    stream = io.StringIO()
+    display = Display(stream)
+    with display.live("step 1/3"):
+        display.update(Progress(total=4))
+    assert stream.getvalue() == ""
+    display.line("compiling")
+    assert ESCAPE in stream.getvalue()
+
+
 def test_on_a_terminal_a_progress_line_lives_and_goes(terminal):
     stream, width = terminal
     display = Display(stream)
@@ -119,6 +132,7 @@ def test_on_a_terminal_a_progress_line_lives_and_goes(terminal):
             time.sleep(0.02)
         display.line("compiling")
     before = len(stream.getvalue())
+    assert stream.getvalue().rstrip("\r").endswith("\x1b[2K")  # erased
     display.row(step_row())
     text = visible(stream.getvalue())
     assert "done 96/128 verified 80 streamed 41" in text
@@ -275,6 +289,9 @@ def test_interval_agrees_with_published_values(successes, total, low, high):
 
 def test_interval_of_nothing_says_nothing_and_of_too_many_is_refused():
     assert wilson_interval(0, 0) == (0.0, 1.0)
+    for total in range(1, 300):
+        assert wilson_interval(0, total)[0] == 0.0
+        assert wilson_interval(total, total)[1] == 1.0
     with pytest.raises(ValueError, match="3 successes of 2 tries"):
         wilson_interval(3, 2)
 

@@ -30,7 +30,11 @@ def test_no_trained_token_has_no_weight():
 
 @pytest.mark.parametrize(
     "aggregation, constant, match",
-    [("mean", None, "unknown"), ("constant", None, "positive"), ("constant", 0, "positive")],
+    [
+        ("mean", None, "unknown"),
+        ("constant", None, "positive"),
+        ("constant", 0, "positive"),
+    ],
 )
 def test_impossible_aggregations_are_refused(aggregation, constant, match):
     with pytest.raises(ValueError, match=match):

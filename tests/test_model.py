@@ -1,7 +1,6 @@
 """The decoder: against an independent reference, in pieces, in chunks, on a mesh."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,7 @@ FLOAT64 = 1e-11
 
 SMALL = ModelConfig(
     vocab_size=40,
-    layers=3,
+    layers=2,
     width=24,
     mlp_width=40,
     heads=4,
@@ -34,6 +33,9 @@ VARIANTS = {
     "qwen3": {"qk_norm": True, "kv_heads": 2, "rope_theta": 1e6, "norm_eps": 1e-5},
     "all": {"qk_norm": True, "attention_bias": True, "tied_embeddings": False},
 }
+
+
+surrogate_logprobs = jax.jit(transformer.surrogate_logprobs, static_argnums=0)
 
 
 def random_params(config, seed=0):
@@ -86,7 +88,9 @@ def reference_logits(config, params, tokens):
         for t, x in enumerate(xs):
             h = norm(x, w["attention_norm"])
             query = [rotate(y, t) for y in head_vectors(w, "query", h, config.heads)]
-            keys.append([rotate(y, t) for y in head_vectors(w, "key", h, config.kv_heads)])
+            keys.append(
+                [rotate(y, t) for y in head_vectors(w, "key", h, config.kv_heads)]
+            )
             values.append(head_vectors(w, "value", h, config.kv_heads))
             for n in range(config.heads):
                 kv = n * config.kv_heads // config.heads
@@ -111,7 +115,7 @@ def reference_logprobs(config, params, tokens, temperature):
 def test_logprobs_equal_a_plain_reference(variant):
     config = dataclasses.replace(SMALL, **VARIANTS[variant])
     params, tokens = random_params(config), random_tokens(config, 9)
-    got = transformer.surrogate_logprobs(config, params, tokens, 0.7)
+    got = surrogate_logprobs(config, params, tokens, 0.7)
     expected = reference_logprobs(config, params, tokens, 0.7)
     assert got.dtype == jnp.float32
     np.testing.assert_allclose(got, expected, rtol=FLOAT32, atol=FLOAT32)
@@ -121,7 +125,7 @@ def test_float64_is_float64_throughout():
     with jax.enable_x64(True):
         config = dataclasses.replace(SMALL, dtype="float64", **VARIANTS["all"])
         params, tokens = random_params(config), random_tokens(config, 9)
-        got = transformer.surrogate_logprobs(config, params, tokens, 0.7)
+        got = surrogate_logprobs(config, params, tokens, 0.7)
         assert got.dtype == jnp.float64
         expected = reference_logprobs(config, params, tokens, 0.7)
         np.testing.assert_allclose(got, expected, rtol=FLOAT64, atol=FLOAT64)
@@ -134,9 +138,9 @@ def test_bfloat16_computes_in_bfloat16_and_returns_float32():
     params, tokens = random_params(SMALL), random_tokens(SMALL, 12)
     hidden, own = transformer.segment(config, params, tokens)
     assert hidden.dtype == own.keys.dtype == jnp.bfloat16
-    got = transformer.surrogate_logprobs(config, params, tokens, 1.0)
+    got = surrogate_logprobs(config, params, tokens, 1.0)
     assert got.dtype == jnp.float32
-    exact = transformer.surrogate_logprobs(SMALL, params, tokens, 1.0)
+    exact = surrogate_logprobs(SMALL, params, tokens, 1.0)
     assert 1e-4 < np.max(np.abs(got - exact)) < 0.5  # 8 bits, not 24
 
 
@@ -144,27 +148,27 @@ def test_bfloat16_computes_in_bfloat16_and_returns_float32():
 def test_a_setting_changes_the_output(field):
     changed = dataclasses.replace(SMALL, **{field: 10 * getattr(SMALL, field) + 1})
     params, tokens = random_params(SMALL), random_tokens(SMALL, 12)
-    one = transformer.surrogate_logprobs(SMALL, params, tokens, 1.0)
-    other = transformer.surrogate_logprobs(changed, params, tokens, 1.0)
+    one = surrogate_logprobs(SMALL, params, tokens, 1.0)
+    other = surrogate_logprobs(changed, params, tokens, 1.0)
     assert np.max(np.abs(one - other)) > 1e-3
 
 
 def test_padding_at_the_end_changes_nothing():
     """verl-project/verl#6280: log-probabilities moved with the batch's shape."""
     params, tokens = random_params(SMALL), random_tokens(SMALL, 11)
-    alone = transformer.surrogate_logprobs(SMALL, params, tokens, 1.0)
-    for length in (16, 64):
+    alone = surrogate_logprobs(SMALL, params, tokens, 1.0)
+    for length in (16, 40):
         padded = np.pad(tokens, (0, length - 11), constant_values=7)
         rows = np.stack([padded, random_tokens(SMALL, length, seed=2)])
-        one = functools.partial(transformer.surrogate_logprobs, SMALL, params)
-        got = jax.vmap(one, in_axes=(0, None))(rows, 1.0)[0, :11]
+        got = jax.vmap(lambda row: surrogate_logprobs(SMALL, params, row, 1.0))(rows)
+        got = got[0, :11]
         np.testing.assert_allclose(got, alone, rtol=FLOAT32, atol=FLOAT32)
 
 
 def test_segments_continue_like_the_whole():
     config = dataclasses.replace(SMALL, **VARIANTS["qwen3"])
     params, tokens = random_params(config), random_tokens(config, 15)
-    cuts, slots = (4, 5, 11, 15), 17  # a segment of one token among them
+    cuts, slots = (6, 7, 15), 17  # a segment of one token among them
     direction = np.random.default_rng(3).normal(size=(15, config.width))
     direction = direction.astype(np.float32)
 
@@ -181,13 +185,15 @@ def test_segments_continue_like_the_whole():
             hidden, own = transformer.segment(
                 config, params, tokens[start:stop], past, jnp.int32(start)
             )
-            past = jax.tree.map(lambda a, b, s=start, e=stop: a.at[:, s:e].set(b), past, own)
+            past = jax.tree.map(
+                lambda a, b, s=start, e=stop: a.at[:, s:e].set(b), past, own
+            )
             total += jnp.sum(direction[start:stop] * hidden)
             start = stop
         return total
 
-    value, gradient = jax.value_and_grad(whole)(params)
-    value_in_pieces, gradient_in_pieces = jax.value_and_grad(pieces)(params)
+    value, gradient = jax.jit(jax.value_and_grad(whole))(params)
+    value_in_pieces, gradient_in_pieces = jax.jit(jax.value_and_grad(pieces))(params)
     np.testing.assert_allclose(value_in_pieces, value, rtol=FLOAT32, atol=FLOAT32 * 15)
     assert relative_difference(gradient_in_pieces, gradient) < FLOAT32
 
@@ -203,7 +209,8 @@ def test_gradient_equals_finite_differences():
             return losses.policy_gradient(got, weights)
 
         direction = random_params(config, seed=5)
-        gradient = jax.grad(loss)(params)
+        loss = jax.jit(loss)
+        gradient = jax.jit(jax.grad(loss))(params)
         slope = sum(jax.tree.leaves(jax.tree.map(jnp.vdot, gradient, direction)))
 
         def moved(step):
@@ -220,9 +227,10 @@ def test_chunks_do_not_change_logprobs_or_gradients():
         config = dataclasses.replace(SMALL, logprob_chunk_tokens=chunk)
         return jnp.sum(transformer.surrogate_logprobs(config, params, tokens, 0.7))
 
-    whole, whole_gradient = jax.value_and_grad(loss)(params, 64)
-    for chunk in (1, 3, 4, 13):
-        value, gradient = jax.value_and_grad(loss)(params, chunk)
+    value_and_gradient = jax.jit(jax.value_and_grad(loss), static_argnums=1)
+    whole, whole_gradient = value_and_gradient(params, 64)
+    for chunk in (1, 4):
+        value, gradient = value_and_gradient(params, chunk)
         np.testing.assert_allclose(value, whole, rtol=FLOAT32)
         assert relative_difference(gradient, whole_gradient) < FLOAT32
 
@@ -264,9 +272,18 @@ def test_logprob_is_at_the_sampling_temperature():
 
 def test_logical_axes_name_every_axis():
     config = dataclasses.replace(SMALL, **VARIANTS["all"])
-    params, axes = transformer.init(config, jax.random.key(0)), transformer.logical_axes(config)
-    jax.tree.map(lambda x, names: np.testing.assert_equal(x.ndim, len(names)), params, axes)
-    names = {name for leaf in jax.tree.leaves(axes, is_leaf=lambda x: isinstance(x, tuple)) for name in leaf}
+    params, axes = (
+        transformer.init(config, jax.random.key(0)),
+        transformer.logical_axes(config),
+    )
+    jax.tree.map(
+        lambda x, names: np.testing.assert_equal(x.ndim, len(names)), params, axes
+    )
+    names = {
+        name
+        for leaf in jax.tree.leaves(axes, is_leaf=lambda x: isinstance(x, tuple))
+        for name in leaf
+    }
     assert names - {None} <= set(layers.MESH_AXES)
 
 
@@ -298,7 +315,9 @@ def place(config, params, fsdp, tensor):
 
     def put(x, names):
         axes = [layers.MESH_AXES.get(name) for name in names]
-        fits = [a and s % mesh.shape[a] == 0 for a, s in zip(axes, x.shape, strict=True)]
+        fits = [
+            a and s % mesh.shape[a] == 0 for a, s in zip(axes, x.shape, strict=True)
+        ]
         spec = [a if fit else None for a, fit in zip(axes, fits, strict=True)]
         return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
 

@@ -53,6 +53,7 @@ def test_everything_about_a_trajectory_is_restored(tmp_path):
     ]
     path = records.write_rollouts(tmp_path, 12, written, {(0, 0): 0.1 + 0.2})
     assert path == tmp_path / "rollouts" / "step_000012.jsonl"
+    assert list(path.parent.iterdir()) == [path]
     read = records.read_rollouts(path)
     for before, after in zip(reversed(written), read, strict=True):
         assert_same(before, after.trajectory)

@@ -197,7 +197,7 @@ def test_all_arrival_orders_of_a_group_give_one_baseline():
 
 
 def test_last_call_need_not_be_full():
-    """Ten trajectories in calls of four (google/tunix#1179, patrick-kidger/diffrax#111)."""
+    """Ten trajectories in calls of four (google/tunix#1179)."""
     groups = {"a": [0.0] * 10}
     for gradient, report in every_way(
         groups, {"a": range(1, 11)}, surrogate=additive, estimator=None

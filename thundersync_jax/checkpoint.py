@@ -69,21 +69,25 @@ class Checkpoints:
         Args:
           step: Higher than those saved before.
           tree: Jax or numpy arrays, of which a copy is taken: the caller may donate
-            or overwrite them at once.
+            or overwrite them at once. Random keys go in as `jax.random.key_data`.
           host: Facts that JSON can express: whole numbers, floats, texts, lists and
             dicts; scalars of numpy too.
 
         Raises:
-          ConfigError: Opened for reading, or a step that is there already.
+          ConfigError: Opened for reading, or a step that is not a later one.
           TypeError: `host` is not JSON.
         """
         facts = json.loads(json.dumps(dict(host), default=_plain))
-        steps = self.steps()
-        if self._keep is None or step in steps:
-            received = "was opened for reading" if self._keep is None else "has it"
+        latest = self.latest()
+        if self._keep is None:
             raise ConfigError(
-                f"step {step} cannot be saved, {self._directory} {received}; expected "
-                "`keep` and a new step. Continue from the latest step."
+                f"step {step} cannot be saved, {self._directory} was opened for "
+                "reading; expected a number of checkpoints to keep. Pass keep=2."
+            )
+        if latest is not None and step <= latest:
+            raise ConfigError(
+                f"step {step} cannot be saved, {self._directory} has step {latest}; "
+                "expected a later one. Continue from the latest step."
             )
         # Orbax refuses numpy's scalars, but takes arrays without axes.
         tree = jax.tree.map(lambda x: x if _on_device(x) else np.asarray(x), tree)
@@ -131,6 +135,8 @@ class Checkpoints:
             except Exception as error:
                 failures.append(error)
         if failures:
+            # Orbax has struck out what this save was to replace, which is still there.
+            self._orbax.reload()
             failures[0].add_note(f"while saving step {step} to {self._directory}")
             raise failures[0]
 
@@ -195,7 +201,7 @@ def _layout(tree: Tree) -> dict[str, str]:
     described = {}
     for path, x in _by_path(tree).items():
         x = x if hasattr(x, "shape") else np.asarray(x)
-        described[path] = f"{np.dtype(x.dtype).name}{list(x.shape)}"
+        described[path] = f"{x.dtype}{list(x.shape)}"
     return described
 
 

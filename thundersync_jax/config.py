@@ -284,7 +284,8 @@ class Config:
     steps: int = 100  # optimizer updates
     release: Release = "trajectory"  # when the gradient of a trajectory may start
     accumulator: Literal["plain"] = "plain"  # float32 sums
-    open_groups: int | None = 4  # groups with sums at a time; none: by device memory
+    open_groups: int | None = 4  # groups with sums at a time; none: as many as fit
+    group_sum_bytes: int | None = None  # per device, for those sums; none: device says
     partial_groups: PartialGroups = "drop"  # what a group with failed members does
     model: ModelConfig = field(default_factory=ModelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -302,6 +303,8 @@ class Config:
         positive(self, "", ["steps"])
         if self.open_groups is not None:
             at_least_zero(self, "", ["open_groups"])
+        if self.group_sum_bytes is not None:
+            positive(self, "", ["group_sum_bytes"])
         _check_combinations(self)
         _check_sharding(self)
 

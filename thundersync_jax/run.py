@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from thundersync_jax import buckets, devices, mesh, state, task_order
+from thundersync_jax import accumulator, buckets, devices, mesh, state, task_order
 from thundersync_jax.config import Config, LossConfig
 from thundersync_jax.envs.base import Environment, TaskSet, check_split, load_factory
 from thundersync_jax.envs.latency import WithLatency
@@ -32,6 +32,8 @@ from thundersync_jax.types import Trajectory, TrajectoryKey
 
 Tree = Any
 Factory = Callable[..., TaskSet]
+_CHANNELS = 2  # sums of an open group: the policy surrogate has no additive part
+_SHARE_OF_MEMORY = 0.25  # of a device, for group sums where nothing else is said
 
 
 class Run:
@@ -64,6 +66,8 @@ class Run:
         self.timeline = Timeline()
         self.clock = LearnerClock(self.timeline.add)
         params = self.initial_params()
+        self.open_groups = _open_groups(config, params)
+        self._introduce(params)
         self.engine = InProcessEngine(
             config.model,
             params,
@@ -117,7 +121,7 @@ class Run:
             estimator=self.estimator,
             denominator=denominator(config.loss),
             release=release or config.release,
-            open_groups=config.open_groups,
+            open_groups=self.open_groups,
             partial_groups=config.partial_groups,
             policy_version=version,
             rows_per_call=rows or config.mesh.rows_per_call,
@@ -146,6 +150,18 @@ class Run:
     def heldout_jobs(self, step: int, questions: int, samples: int) -> list[Job]:
         """Rollouts of the first held-out questions."""
         return make_jobs("evaluate", step, self.tasks.heldout[:questions], samples)
+
+    def _introduce(self, params: Tree) -> None:
+        """Says what runs where, and what streaming costs in memory."""
+        shape, sampler = self.placement.mesh.shape, self.placement.sampler
+        count = sum(x.size for x in jax.tree.leaves(params))
+        axes = " x ".join(f"{name} {size}" for name, size in shape.items())
+        self.on_line(f"{count:,} parameters; learner on {axes}, sampler on {sampler}")
+        sums = accumulator.bytes_per_device(params, _CHANNELS, self.open_groups)
+        self.on_line(
+            f"{sums / 2**20:,.1f} MiB of gradient sums per device: the batch and up to "
+            f"{self.open_groups} open groups of {_CHANNELS} sums each"
+        )
 
     def _environment(self, key: TrajectoryKey) -> Environment:
         environment = self.tasks.environment()
@@ -191,6 +207,33 @@ def make_jobs(phase: str, step: int, tasks: Sequence[Any], members: int) -> list
         for group, task in enumerate(tasks)
         for member in range(members)
     ]
+
+
+def _open_groups(config: Config, params: Tree) -> int:
+    """How many groups may hold sums: what the config asks for, as far as it fits."""
+    if config.release != "trajectory":
+        return config.open_groups or 0
+    one = accumulator.bytes_per_device(params, _CHANNELS, 1)
+    one -= accumulator.bytes_per_device(params, _CHANNELS, 0)
+    budget = config.group_sum_bytes
+    if budget is None:
+        memory = jax.tree.leaves(params)[0].addressable_shards[0].device.memory_stats()
+        budget = int((memory or {}).get("bytes_limit", 0) * _SHARE_OF_MEMORY) or None
+    if budget is None and config.open_groups is None:
+        raise ConfigError(
+            "open_groups is none and the device does not tell its memory; set "
+            f"open_groups, or group_sum_bytes at {one:,} bytes a group"
+        )
+    groups = config.rollout.groups_per_step
+    wished = groups if config.open_groups is None else config.open_groups
+    fitting = wished if budget is None else min(wished, budget // one)
+    if fitting < 1:
+        raise ConfigError(
+            f"group_sum_bytes is {budget:,} and the sums of one open group take "
+            f"{one:,} bytes per device; raise it, shard over mesh.fsdp or set "
+            "release=group"
+        )
+    return fitting
 
 
 def _fitting(tasks: TaskSet, config: Config) -> TaskSet:

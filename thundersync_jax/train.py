@@ -28,7 +28,7 @@ from thundersync_jax.step import Step, run_step
 from thundersync_jax.timeline import write_chrome_trace
 from thundersync_jax.timing import StepTiming, step_timing
 from thundersync_jax.warm_start import POLICY_VERSION, warm_start
-from thundersync_jax.workdir import claim
+from thundersync_jax.workdir import RESULT_FILE, claim, save_result, saved_result
 
 
 def train(
@@ -47,6 +47,9 @@ def train(
     workdir = Path(workdir)
     claim(workdir, config)
     display = Display()
+    if result := saved_result(workdir, config.steps):
+        display.line(f"finished already; the result is in {workdir / RESULT_FILE}")
+        return result
     with (
         Run(config, workdir, environment, display.line) as run,
         Checkpoints(workdir / "warm_start", keep=2) as warm_checkpoints,
@@ -81,8 +84,10 @@ def train(
                     facts = {"version": version, "elapsed_secs": clock.secs}
                     checkpoints.save(step + 1, now, facts)
         checkpoints.wait()
-        _close(run, display, now, version)
-        return _result(run, warm.success, now, version, clock.secs)
+        _close(run, display, now, version, warm.history)
+        result = _result(run, now, version, clock.secs)
+    save_result(workdir, result)
+    return result
 
 
 def _step(run, display, progress, update, now, version, step):
@@ -115,9 +120,9 @@ def _scalars(
     report, trajectories = done.report, done.trajectories
     rewards = [t.reward for t in trajectories if t.reward is not None]
     names = (
-        "reward_mean loss gradient_norm tokens kept_groups dropped_groups uniform_groups "
-        "kept_members failed_members invalid_rewards direct streamed streamed_share "
-        "waited skipped compiles"
+        "reward_mean loss gradient_norm tokens kept_groups dropped_groups short_groups "
+        "uniform_groups kept_members failed_members invalid_rewards direct streamed "
+        "streamed_share waited skipped compiles"
     ).split()
     return {name: getattr(report, name) for name in names} | {
         "step_secs": timing.step_secs,
@@ -171,7 +176,7 @@ def _heldout(found: Evaluation) -> dict[str, float]:
     }
 
 
-def _close(run: Run, display: Display, now: state.State, version: int) -> None:
+def _close(run: Run, display: Display, now: state.State, version: int, warm) -> None:
     """One more step under every release rule, as a table and as pictures."""
     step = run.config.steps
     lives = comparison.compare_live(run, now.params, version, step)
@@ -198,30 +203,29 @@ def _close(run: Run, display: Display, now: state.State, version: int) -> None:
         ]
     )
     write_chrome_trace(run.workdir / "timeline.json", run.timeline.spans())
-    _draw(run, display, {release: live.spans for release, live in lives.items()})
+    _draw(run, display, {release: live.spans for release, live in lives.items()}, warm)
 
 
-def _draw(run: Run, display: Display, panels) -> None:
+def _draw(run: Run, display: Display, panels, warm) -> None:
     try:
         from thundersync_jax import pictures
     except ImportError:
         display.line("no pictures: pip install 'thundersync_jax[plots]' brings them")
         return
-    rows = [row for row in read(run.workdir) if "heldout_success" in row]
-    points = [
-        (
-            row["elapsed_secs"],
-            row["heldout_success"],
-            row["heldout_success_low"],
-            row["heldout_success_high"],
-        )
-        for row in rows
-    ]
+    points = list(warm)
+    for row in read(run.workdir):
+        if "heldout_success" in row:
+            names = ("heldout_success", "heldout_success_low", "heldout_success_high")
+            points.append((row["elapsed_secs"], *(row[name] for name in names)))
     pictures.draw_timeline(run.workdir / "timeline.png", panels)
-    pictures.draw_success(run.workdir / "success.png", points, points[0][0])
+    pictures.draw_success(
+        run.workdir / "success.png",
+        points,
+        warm[-1][0] if warm else 0.0,
+    )
 
 
-def _result(run, warm_success, now, version, secs) -> dict[str, Any]:
+def _result(run, now, version, secs) -> dict[str, Any]:
     rows = read(run.workdir)
     measured = [row for row in rows if "heldout_success" in row]
     return {

@@ -29,12 +29,19 @@ _RAMP_STEPS = 20  # of the supervised learning rate
 
 @dataclasses.dataclass(frozen=True)
 class WarmStart:
-    """The policy that reinforcement learning begins with."""
+    """The policy that reinforcement learning begins with.
+
+    Attributes:
+      params: Of the policy.
+      steps: Supervised steps it took.
+      elapsed_secs: Seconds it took, pauses left out.
+      history: Every measurement: seconds, held-out success, its 95 % interval.
+    """
 
     params: Tree
     steps: int
-    success: float
-    elapsed_secs: float  # it took, pauses left out
+    elapsed_secs: float
+    history: list[tuple[float, float, float, float]]
 
 
 def demonstrations(run: Run) -> dict[str, np.ndarray]:
@@ -74,10 +81,12 @@ def warm_start(run: Run, params: Tree, checkpoints: Checkpoints) -> WarmStart:
         OptimConfig(settings.learning_rate, warmup_steps=_RAMP_STEPS)
     )
     now = state.init(optimizer, params)
-    facts = {"done": settings.steps == 0, "success": 0.0, "elapsed_secs": 0.0}
+    facts = {"done": settings.steps == 0, "elapsed_secs": 0.0, "history": []}
     start = checkpoints.latest() or 0
     if start:
         now, facts = checkpoints.restore(start, now)
+        if not facts["done"]:
+            run.on_line(f"warm start resumed after step {start}")
     origin = time.monotonic() - facts["elapsed_secs"]
     update = supervised_update(run.config, optimizer)
     data = demonstrations(run) if not facts["done"] else {}
@@ -96,10 +105,11 @@ def warm_start(run: Run, params: Tree, checkpoints: Checkpoints) -> WarmStart:
         run.publish(now.params, POLICY_VERSION)
         found = _check(run, step)
         reached = found.success >= settings.target_success
+        elapsed = time.monotonic() - origin
         facts = {
             "done": reached or step >= settings.steps,
-            "success": found.success,
-            "elapsed_secs": time.monotonic() - origin,
+            "elapsed_secs": elapsed,
+            "history": [*facts["history"], [elapsed, found.success, *found.interval]],
         }
         run.on_line(
             f"warm start  step {step:4d}  loss {float(loss):6.3f}  "
@@ -107,7 +117,8 @@ def warm_start(run: Run, params: Tree, checkpoints: Checkpoints) -> WarmStart:
         )
         checkpoints.save(step, now, facts)
     checkpoints.wait()
-    return WarmStart(now.params, step, facts["success"], facts["elapsed_secs"])
+    history = [tuple(point) for point in facts["history"]]
+    return WarmStart(now.params, step, facts["elapsed_secs"], history)
 
 
 def supervised_update(config: Config, optimizer: optax.GradientTransformation):

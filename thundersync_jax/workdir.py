@@ -2,11 +2,15 @@
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from thundersync_jax.config import Config
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.settings import check_same_config, config_dict
+
+RESULT_FILE = "result.json"  # there once the run has ended
 
 
 def claim(workdir: str | os.PathLike, config: Config) -> None:
@@ -28,6 +32,20 @@ def claim(workdir: str | os.PathLike, config: Config) -> None:
             return
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_text(path, json.dumps(config_dict(config), indent=2) + "\n")
+
+
+def save_result(workdir: str | os.PathLike, result: Mapping[str, Any]) -> None:
+    """Marks a run as finished; `result` holds its "steps"."""
+    replace_text(Path(workdir) / RESULT_FILE, json.dumps(result, indent=2) + "\n")
+
+
+def saved_result(workdir: str | os.PathLike, steps: int) -> dict[str, Any] | None:
+    """What a run of so many steps ended with, None where it has not ended."""
+    path = Path(workdir) / RESULT_FILE
+    if not path.exists():
+        return None
+    result = json.loads(path.read_text(encoding="utf-8"))
+    return result if result["steps"] == steps else None
 
 
 def replace_text(path: Path, text: str) -> None:

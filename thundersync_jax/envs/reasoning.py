@@ -20,7 +20,8 @@ from thundersync_jax.errors import ConfigError
 from thundersync_jax.settings import check_types
 
 TASKS = ("chain_sum", "products", "gcd")
-_DRAWS_PER_QUESTION = 20  # before a space of questions counts as exhausted
+_DRAWS_PER_QUESTION = 100  # before a space of questions counts as exhausted
+_HELDOUT_ONE_IN = 8  # of all texts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +31,7 @@ class ReasoningOptions:
     tasks: tuple[str, ...] = ("chain_sum",)  # of TASKS, in equal shares
     terms: tuple[int, ...] = (2, 4)  # fewest and most numbers of a question
     digits: tuple[int, ...] = (1, 3)  # fewest and most digits of a number
-    train_tasks: int = 4096  # different training questions
+    train_tasks: int = 4096  # training questions as the library draws them
     heldout_tasks: int = 512  # different held-out questions, the same for every seed
     tool: Literal["calculator", "none"] = "calculator"
     prompt: Literal["compact", "question"] = "compact"  # "12+7-3", or a sentence
@@ -115,20 +116,19 @@ class ReasoningEnvironment:
 def make(env: EnvConfig, seed: int) -> TaskSet:
     """Returns the tasks of `env.options` (ReasoningOptions, None for its defaults).
 
-    Held-out questions are drawn first, from a stream of their own, so that runs with
-    different seeds are evaluated on the same ones; training leaves out their texts.
+    Whether a question is held out depends on its text alone: one text in eight, by its
+    hash. So neither seeds nor counts can leak one into training, runs with different
+    seeds are evaluated on the same questions, and both sides see the library's own
+    distribution. Held-out questions are all different.
 
     Raises:
       ConfigError: The library is missing, or there are too few different questions.
     """
     options = ReasoningOptions() if env.options is None else env.options
     datasets = {name: _dataset(options, name) for name in options.tasks}
-    heldout = _draw(options, datasets, options.heldout_tasks, "heldout", set())
-    texts = {question.prompt for question in heldout}
-    train = _draw(options, datasets, options.train_tasks, f"train {seed}", texts)
     return TaskSet(
-        train=train,
-        heldout=heldout,
+        train=_draw(options, datasets, options.train_tasks, f"train {seed}"),
+        heldout=_draw(options, datasets, options.heldout_tasks, "heldout"),
         environment=lambda: ReasoningEnvironment(datasets, options.tool),
         prompt=lambda question: question.prompt,
         demonstrate=_demonstrate,
@@ -164,34 +164,35 @@ def _dataset(options: ReasoningOptions, name: str) -> Any:
 
 
 def _draw(
-    options: ReasoningOptions,
-    datasets: dict[str, Any],
-    wanted: int,
-    stream: str,
-    excluded: set[str],
+    options: ReasoningOptions, datasets: dict[str, Any], wanted: int, stream: str
 ) -> list[Question]:
-    """Returns `wanted` questions of different text, their tasks taking turns."""
-    seen = set(excluded)
+    """Returns `wanted` questions of one side, their tasks taking turns."""
+    heldout = stream == "heldout"
     columns = []
     for place, (name, dataset) in enumerate(datasets.items()):
         share = len(range(place, wanted, len(datasets)))
-        column: list[Question] = []
-        for question in _stream(options, name, dataset, stream, share):
-            if question.prompt not in seen:
-                seen.add(question.prompt)
-                column.append(question)
+        column: dict[Any, Question] = {}
+        for draw, question in enumerate(_stream(options, name, dataset, stream, share)):
+            if _is_heldout(question) == heldout:
+                # Held-out questions count once; training repeats what the library does.
+                column.setdefault(question.prompt if heldout else draw, question)
             if len(column) == share:
                 break
         else:
             raise ConfigError(
-                f"env.options asks for {share} different {stream.split()[0]} questions "
-                f"of {name}, but terms {options.terms} and digits {options.digits} "
-                f"gave {len(column)} in {_DRAWS_PER_QUESTION * share} draws; allow "
-                "more terms or digits, or ask for fewer questions."
+                f"env.options asks for {share} {stream.split()[0]} questions of {name}, "
+                f"but terms {options.terms} and digits {options.digits} gave "
+                f"{len(column)} in {_DRAWS_PER_QUESTION * share} draws; allow more terms "
+                "or digits, or ask for fewer questions."
             )
-        columns.append(column)
+        columns.append(column.values())
     rows = itertools.zip_longest(*columns)
     return [question for row in rows for question in row if question is not None]
+
+
+def _is_heldout(question: Question) -> bool:
+    digest = hashlib.sha256(question.expression.encode()).digest()
+    return digest[0] < 256 // _HELDOUT_ONE_IN
 
 
 def _stream(

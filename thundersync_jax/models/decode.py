@@ -10,44 +10,18 @@ request's seed and the position. No thread, no tokenizer, no environment.
 import bisect
 import collections
 import dataclasses
-import functools
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from thundersync_jax.config import ModelConfig
 from thundersync_jax.errors import ConfigError
-from thundersync_jax.models import layers, transformer
-from thundersync_jax.ops import sampling
+from thundersync_jax.models import generation, transformer
 from thundersync_jax.rollout.engine import Request, Response
 
 LEAST_SLOTS = 4  # below it the CPU's matrix products treat rows differently
-STOP_IDS = 8  # per request
-SEED_INTEGERS = 8  # per request
-
-
-class LayerCache(NamedTuple):
-    """Keys and values of one layer. A head's positions lie together, for its dots.
-
-    One array per layer: taking a layer out of a stacked cache would copy it.
-    """
-
-    keys: jax.Array  # [slots, KV, S, H], compute dtype
-    values: jax.Array  # [slots, KV, S, H], compute dtype
-
-
-class Rows(NamedTuple):
-    """What a decode call needs to know of every slot; rows without a turn are 0."""
-
-    token: np.ndarray  # int32[slots], known but not yet in the cache
-    length: np.ndarray  # int32[slots], tokens in the cache
-    remaining: np.ndarray  # int32[slots], tokens that may still be sampled
-    temperature: np.ndarray  # float32[slots]
-    stop_ids: np.ndarray  # int32[slots, STOP_IDS], padded with -1
-    seed: np.ndarray  # uint32[slots, 1 + 2 * SEED_INTEGERS], count, then two words each
 
 
 @dataclasses.dataclass
@@ -103,19 +77,19 @@ class InProcessEngine:
         empty = np.zeros(shape, transformer.compute_dtype(config))
         # No aliases: the cache is donated, and donation must reach each array once.
         self._cache = tuple(
-            LayerCache(
+            generation.LayerCache(
                 jax.device_put(empty, self._place, may_alias=False),
                 jax.device_put(empty, self._place, may_alias=False),
             )
             for _ in range(config.layers)
         )
-        self._rows = Rows(
+        self._rows = generation.Rows(
             token=np.zeros(slots, np.int32),
             length=np.zeros(slots, np.int32),
             remaining=np.zeros(slots, np.int32),
             temperature=np.zeros(slots, np.float32),
-            stop_ids=np.full((slots, STOP_IDS), -1, np.int32),
-            seed=np.zeros((slots, 1 + 2 * SEED_INTEGERS), np.uint32),
+            stop_ids=np.full((slots, generation.STOP_IDS), -1, np.int32),
+            seed=np.zeros((slots, 1 + 2 * generation.SEED_INTEGERS), np.uint32),
         )
         self._sessions: dict[Hashable, _Session] = {}
         self._free = list(range(slots))[::-1]
@@ -142,7 +116,7 @@ class InProcessEngine:
             )
         # A copy in every case: the learner donates its arrays at the step boundary.
         params = jax.device_put(params, self._place, may_alias=False)
-        self._params = _unstack(self._config, params)
+        self._params = generation.unstack(self._config, params)
         self.policy_version = policy_version
 
     def submit(self, request: Request) -> None:
@@ -173,7 +147,7 @@ class InProcessEngine:
         self._free.append(held.slot)
 
     def step(self) -> list[Response]:
-        """Fills free slots, prefills what is new and decodes `steps_per_call` tokens."""
+        """Fills free slots, prefills what is new, decodes `steps_per_call` tokens."""
         while self._queue and self._free:
             session = self._queue.popleft()
             session.slot = self._free.pop()
@@ -183,7 +157,7 @@ class InProcessEngine:
             self._ready = []
         if not self._decoding:
             return []
-        self._cache, ids, logprobs = _decode(
+        self._cache, ids, logprobs = generation.decode(
             self._config, self._steps, self._params, self._cache, self._rows
         )
         return self._collect(*jax.device_get((ids, logprobs)))
@@ -203,8 +177,8 @@ class InProcessEngine:
             )
         if session.tokens + new + limit > self.context_tokens:
             raise ValueError(
-                f"session {name!r} holds {session.tokens} tokens, brings {new} and asks "
-                f"for {limit} more; the context is {self.context_tokens}: shorten the "
+                f"session {name!r} holds {session.tokens} tokens, brings {new} and "
+                f"asks for {limit} more; the context is {self.context_tokens}: shorten the "
                 "turn or raise rollout.context_tokens"
             )
         if new and not 0 <= np.min(request.new_ids) <= np.max(request.new_ids) < vocab:
@@ -212,11 +186,14 @@ class InProcessEngine:
                 f"session {name!r} brings ids from {np.min(request.new_ids)} to "
                 f"{np.max(request.new_ids)}; the vocabulary is 0 to {vocab - 1}"
             )
-        if len(request.stop_ids) > STOP_IDS or len(request.seed) > SEED_INTEGERS:
+        if (
+            len(request.stop_ids) > generation.STOP_IDS
+            or len(request.seed) > generation.SEED_INTEGERS
+        ):
             raise ValueError(
                 f"session {name!r} has {len(request.stop_ids)} stop ids and "
-                f"{len(request.seed)} seed integers; at most {STOP_IDS} and "
-                f"{SEED_INTEGERS} fit"
+                f"{len(request.seed)} seed integers; at most {generation.STOP_IDS} and "
+                f"{generation.SEED_INTEGERS} fit"
             )
         if not 0 <= request.temperature < np.inf:
             raise ValueError(
@@ -241,7 +218,7 @@ class InProcessEngine:
         return slot, start, fresh[:-1]
 
     def _prefill(self, segments: list[tuple[int, int, np.ndarray]]) -> None:
-        """Writes segments to the cache, piece by piece, one call per bucket and round."""
+        """Writes segments to the cache in pieces, one call per bucket and round."""
         largest = self._buckets[-1]
         slots = len(self._rows.token)
         while segments := [segment for segment in segments if len(segment[2])]:
@@ -257,7 +234,7 @@ class InProcessEngine:
                     ids[i, : len(piece)] = piece
                     place[i] = slot, start
                 count = np.int32(len(pieces))
-                self._cache = _prefill(
+                self._cache = generation.prefill(
                     self._config, self._params, self._cache, ids, place, count
                 )
             segments = [
@@ -296,139 +273,9 @@ class InProcessEngine:
         return response
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _unstack(config, params):
-    """Parameters in the compute dtype, the layers' as a list: no slices in the loop."""
-    params = transformer.cast(config, params)
-    stacked = params["layers"]
-    each = [jax.tree.map(lambda x: x[i], stacked) for i in range(config.layers)]  # noqa: B023
-    return params | {"layers": each}
-
-
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def _prefill(config, params, cache, ids, place, count):
-    """Runs `count` segments, one after the other, and keeps their keys and values.
-
-    Args:
-      config: The model; static.
-      params: In the compute dtype.
-      cache: Donated.
-      ids: int32[slots, bucket]; what follows a segment's end is never attended to.
-      place: int32[slots, 2], slot and first position of each segment.
-      count: int32[], segments in use.
-    """
-    pieces, tokens = ids.shape
-    _, kv_heads, context, head_dim = cache[0].keys.shape
-    zeros = jnp.zeros((pieces, tokens, kv_heads, head_dim), cache[0].keys.dtype)
-
-    def compute(i, own):
-        positions, visible = transformer.visibility(tokens, context, place[i, 1])
-        x = jnp.take(params["embed"], ids[i], axis=0)
-        kept = []
-        for weights, old, out in zip(params["layers"], cache, own, strict=True):
-            slot = (jnp.swapaxes(y[place[i, 0]], 0, 1) for y in old)
-            past = transformer.KeyValues(*slot)
-            x, new = transformer.layer(config, weights, x, past, positions, visible)
-            kept.append(jax.tree.map(lambda y, z: y.at[i].set(z), out, new))
-        return kept
-
-    def write(i, cache):
-        positions = place[i, 1] + jnp.arange(tokens, dtype=jnp.int32)
-        return tuple(
-            _write(old, place[i, 0], positions, [y[i] for y in new])
-            for old, new in zip(cache, own, strict=True)
-        )
-
-    # Two loops: one that read and wrote the cache would copy it in every round.
-    own = [transformer.KeyValues(zeros, zeros) for _ in cache]
-    own = jax.lax.fori_loop(0, count, compute, own)
-    return jax.lax.fori_loop(0, count, write, cache)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
-def _decode(config, steps, params, cache, rows):
-    """Samples `steps` tokens in every slot.
-
-    Args:
-      config: The model; static.
-      steps: Static.
-      params: In the compute dtype.
-      cache: Donated.
-      rows: One row per slot.
-
-    Returns:
-      The cache, ids int32[slots, steps] and log-probabilities float32[slots, steps].
-      Entries after a turn's end are noise.
-    """
-    rows = Rows(*(jnp.asarray(x) for x in rows))
-    uniforms = _uniforms(rows.seed, rows.length + 1, steps)
-
-    def step(carry, uniform):
-        cache, token, length, remaining = carry
-        cache, logits = _next_logits(config, params, cache, token, length)
-        drawn, logprob = jax.vmap(sampling.draw)(logits, uniform, rows.temperature)
-        stopped = jnp.any(drawn[:, None] == rows.stop_ids, axis=1)
-        # A row whose turn has ended repeats itself at the position that comes next,
-        # which the next segment overwrites.
-        active = remaining > 0
-        token = jnp.where(active, drawn, token)
-        length = length + active.astype(jnp.int32)
-        remaining = jnp.where(active & ~stopped, remaining - 1, 0)
-        return (cache, token, length, remaining), (drawn, logprob)
-
-    carry = cache, rows.token, rows.length, rows.remaining
-    (cache, *_), (ids, logprobs) = jax.lax.scan(step, carry, uniforms)
-    return cache, ids.T, logprobs.T.astype(jnp.float32)
-
-
-def _next_logits(config, params, cache, token, length):
-    """One token of every slot through the decoder: cache and logits [slots, V]."""
-    slots = jnp.arange(token.shape[0])
-    visible = jnp.arange(cache[0].keys.shape[2])[None] <= length[:, None]
-    attend = jax.vmap(layers.attention, in_axes=(0, 0, 0, 0, None))
-    x = jnp.take(params["embed"], token, axis=0)
-    kept = []
-    for weights, old in zip(params["layers"], cache, strict=True):
-        query, *new = transformer.attention_inputs(config, weights, x, length)
-        keys, values = written = _write(old, slots, length, new)
-        mixed = attend(
-            query[:, None], keys, values, visible[:, None], config.matmul_precision
-        )
-        x = transformer.add_layer_outputs(config, weights, x, mixed[:, 0])
-        kept.append(written)
-    hidden = layers.rms_norm(x, params["final_norm"], config.norm_eps)
-    head = transformer.head_weights(params)
-    return tuple(kept), transformer.logits(config, head, hidden)
-
-
-def _write(cache, slot, position, new):
-    """Puts keys and values [N, KV, H] at (slot, position); none beyond the context."""
-    return LayerCache(
-        *(
-            old.at[slot, :, position].set(part, mode="drop", unique_indices=True)
-            for old, part in zip(cache, new, strict=True)
-        )
-    )
-
-
-def _uniforms(seed, position, steps):
-    """float32[steps, slots] in [0, 1), from each row's seed and positions alone."""
-
-    def base_key(words):
-        fold = lambda i, key: jax.random.fold_in(key, words[i])  # noqa: E731
-        return jax.lax.fori_loop(0, words.shape[0], fold, jax.random.key(0))
-
-    def one(key, position):
-        return jax.random.uniform(jax.random.fold_in(key, position))
-
-    positions = position[None] + jnp.arange(steps, dtype=jnp.int32)[:, None]
-    keys = jax.vmap(base_key)(seed)
-    return jax.vmap(jax.vmap(one), in_axes=(None, 0))(keys, positions)
-
-
 def _seed_words(seed: tuple[int, ...]) -> np.ndarray:
-    """uint32[1 + 2 * SEED_INTEGERS]: their count, then low and high half of each."""
-    words = np.zeros(1 + 2 * SEED_INTEGERS, np.uint32)
+    """A seed as `generation.Rows.seed` wants it."""
+    words = np.zeros(1 + 2 * generation.SEED_INTEGERS, np.uint32)
     words[0] = len(seed)
     for i, value in enumerate(seed):
         words[1 + 2 * i : 3 + 2 * i] = value & 0xFFFFFFFF, (value >> 32) & 0xFFFFFFFF

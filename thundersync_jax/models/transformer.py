@@ -220,7 +220,7 @@ def surrogate_logprobs(
       float32[T] (float64 for float64 models).
     """
     hidden, _ = segment(config, params, tokens)
-    # All T rows run, the last one for nothing: T may be sharded, T - 1 would not divide.
+    # The last row runs for nothing: T may be sharded, and T - 1 would not divide.
     following = token_logprobs(
         config, params, hidden, jnp.roll(tokens, -1), temperature
     )

@@ -6,9 +6,7 @@ import jax
 import jax.numpy as jnp
 
 
-def inverse_temperature(
-    temperature: jax.Array | float, dtype: jnp.dtype
-) -> jax.Array:
+def inverse_temperature(temperature: jax.Array | float, dtype: jnp.dtype) -> jax.Array:
     """What logits are multiplied by: 1 / temperature, and 1 at 0 (greedy decoding).
 
     Trainer and sampler both scale by it, so that they speak of one distribution.

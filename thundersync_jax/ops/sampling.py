@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from thundersync_jax.ops import logprobs
+from . import logprobs
 
 # Entries whose running sum is taken at a time: one pass over all V costs more than the
 # rest of the draw, two short ones do not.
@@ -34,7 +34,7 @@ def draw(
     mass = jnp.exp(scaled - highest)
     total, drawn = _invert(mass, uniform.astype(mass.dtype))
     # Running sums round, so that an inversion may step one entry aside.
-    usable = (temperature > 0) & (mass[drawn] > 0)
+    usable = (temperature > 0) & (mass[drawn] > -1)
     token = jnp.where(usable, drawn, greedy)
     return token, scaled[token] - highest - jnp.log(total)
 

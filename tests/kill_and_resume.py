@@ -1,0 +1,342 @@
+"""Kills the training command at random moments and shows that nothing is lost.
+
+    python tests/kill_and_resume.py --kills=20 --seed=0
+
+A run that was killed (SIGKILL) and started again, however often and in whatever phase,
+ends with the parameters and optimizer state of an uninterrupted one, bit for bit, and
+with its metrics and trajectories. Under batch release only: the other rules add up in
+order of arrival, which is not repeatable with float32 sums.
+
+Compiled programs are cached between the processes, since compiling takes most of a life
+and is no moment of interest; the first run and one resumed run compile their own.
+"""
+
+import argparse
+import collections
+import dataclasses
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIG = Path(__file__).with_name("echo_task.py")
+UNFINISHED = ".orbax-checkpoint-tmp"  # ends the name of a save that has not ended
+LOOK_SECS = 0.004
+LIMIT_SECS = 300.0  # of one process
+MEASURED = re.compile("_secs$|^learner_busy_share$|^compiles$")  # differ between lives
+
+
+class Mismatch(Exception):
+    """A run that was killed and resumed is not the uninterrupted one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Moment:
+    """When to kill: a time after the start or the first line, or at the n-th save."""
+
+    kind: str  # "start", "time" or "save"
+    secs: float = 0.0
+    save: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Life:
+    """One process."""
+
+    killed: bool
+    status: int
+    output: str
+    errors: str
+    first_line_secs: float
+    secs: float
+
+    @property
+    def result(self) -> dict:
+        return json.loads(self.output.splitlines()[-1])
+
+
+class Runs:
+    """Starts the training command in work directories of one temporary folder."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.cache = folder / "programs"
+
+    def live(
+        self, workdir: Path, moment: Moment | None = None, cached=True, flags=()
+    ) -> Life:
+        """Runs the command to its end, or kills it."""
+        command = [sys.executable, "-m", "thundersync_jax.train", "--json"]
+        command += [f"--config={CONFIG}", f"--workdir={workdir}", *flags]
+        environment = os.environ | {
+            "JAX_PLATFORMS": "cpu",
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        }
+        environment.pop("JAX_COMPILATION_CACHE_DIR", None)
+        if cached:
+            environment["JAX_COMPILATION_CACHE_DIR"] = str(self.cache)
+        output, errors = self.folder / "output", self.folder / "errors"
+        with open(output, "w") as out, open(errors, "w") as err:
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=out, stderr=err,
+                start_new_session=True,
+            )  # fmt: skip
+            try:
+                killed, first, secs = _watch(process, workdir, output, moment)
+            finally:
+                if process.poll() is None:
+                    process.kill()
+                process.wait()
+        if _group_exists(process.pid):
+            raise Mismatch("the command left processes behind")
+        texts = output.read_text(), errors.read_text()
+        return Life(killed, process.returncode, *texts, first, secs)
+
+
+def _watch(process, workdir, output, moment):
+    """Waits for the end or the moment; returns (killed, first line's, all) seconds."""
+    start = time.monotonic()
+    first, saves = None, set()
+    while process.poll() is None:
+        now = time.monotonic() - start
+        if now > LIMIT_SECS:
+            raise Mismatch(f"the command did not end within {LIMIT_SECS:g} s")
+        if first is None and output.stat().st_size:
+            first = now
+        if moment is None:
+            time.sleep(LOOK_SECS)
+            continue
+        saves |= set(_unfinished(workdir))
+        due = {
+            "start": now >= moment.secs,
+            "time": first is not None and now - first >= moment.secs,
+            "save": len(saves) >= moment.save > 0,
+        }
+        if due[moment.kind]:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            return process.returncode == -signal.SIGKILL, first or now, now
+        time.sleep(LOOK_SECS)
+    return False, first or 0.0, time.monotonic() - start
+
+
+def _saves(workdir: Path) -> list[Path]:
+    folders = [workdir / "warm_start", workdir / "checkpoints"]
+    return [path for f in folders if f.is_dir() for path in f.iterdir()]
+
+
+def _unfinished(workdir: Path) -> list[str]:
+    """The saves that are being written, or were when the process died."""
+    return [
+        f"{path.parent.name}/{path.name.partition(UNFINISHED)[0]}"
+        for path in _saves(workdir)
+        if UNFINISHED in path.name
+    ]
+
+
+def _newest(workdir: Path) -> str:
+    """The newest whole checkpoint, as the command must say that it resumes."""
+    steps = {
+        folder: [
+            int(path.name)
+            for path in _saves(workdir)
+            if path.parent.name == folder and path.name.isdigit()
+        ]
+        for folder in ("warm_start", "checkpoints")
+    }
+    if steps["checkpoints"]:
+        return f"resumed after step {max(steps['checkpoints'])}"
+    if steps["warm_start"]:
+        return f"warm start resumed after step {max(steps['warm_start'])}"
+    return ""
+
+
+def _phase(life: Life, workdir: Path) -> str:
+    """What a killed process was busy with, from what it left."""
+    if _unfinished(workdir):
+        return "saving"
+    if "warm start" not in life.output and "resumed" not in life.output:
+        return "start-up"
+    rows = re.findall(r"^ +(\d+)/(\d+) |^(held-out )", life.output, re.MULTILINE)
+    if not rows:
+        lines = life.output.splitlines()
+        trained = [line for line in lines if line.startswith("warm start  step")]
+        return "warm start" if trained else "resuming"
+    step, steps, evaluated = rows[-1]
+    if evaluated:
+        before = [row for row in rows if row[0]]
+        return "closing" if before and before[-1][0] == before[-1][1] else "step"
+    return "evaluation" if step == steps or int(step) % 2 == 0 else "step"
+
+
+def _check_resumed(life: Life, expected: str, warm_start_steps: int) -> None:
+    """The newest whole checkpoint was taken, no cut-off one."""
+    if expected == f"warm start resumed after step {warm_start_steps}":
+        expected = ""  # the warm start is done, nothing is resumed in it
+    said = re.findall(r"^.*resumed after step \d+$", life.output, re.MULTILINE)
+    if said != ([expected] if expected else []) and not (life.killed and not said):
+        raise Mismatch(f"expected {expected!r}, the command said {said}")
+
+
+def _facts(workdir: Path) -> dict:
+    """Everything a finished run left that does not depend on the clock."""
+    metrics = [
+        {name: x for name, x in json.loads(line).items() if not MEASURED.search(name)}
+        for line in (workdir / "metrics.jsonl").read_text().splitlines()
+    ]
+    rollouts = [
+        {name: x for name, x in json.loads(line).items() if name != "times"}
+        for path in sorted((workdir / "rollouts").glob("*.jsonl"))
+        for line in path.read_text().splitlines()
+    ]
+    return {"metrics": metrics, "rollouts": rollouts}
+
+
+def _check_finished(life: Life, workdir: Path, sha256: str, facts: dict) -> None:
+    if life.status != 0:
+        raise Mismatch(f"exit status {life.status}: {life.errors[-2000:]}")
+    if life.result["sha256"] != sha256:
+        raise Mismatch(f"sha256 {life.result['sha256']}, expected {sha256}")
+    steps = [row["step"] for row in _facts(workdir)["metrics"]]
+    if steps != list(range(life.result["steps"] + 1)):
+        raise Mismatch(f"metrics.jsonl has steps {steps}")
+    for kind, expected in facts.items():
+        for found, line in zip(_facts(workdir)[kind], expected, strict=True):
+            names = [name for name in line if found.get(name) != line[name]]
+            if names:
+                raise Mismatch(
+                    f"{kind} differ in {names}: {[found.get(n) for n in names]}, "
+                    f"uninterrupted {[line[n] for n in names]}"
+                )
+
+
+def _choose(rng: random.Random, start_secs: float, run_secs: float) -> Moment:
+    """Mostly moments of a running process, spread evenly, and many inside a save."""
+    kind = rng.choices(("start", "time", "save"), weights=(1, 10, 9))[0]
+    if kind == "start":
+        return Moment(kind, rng.uniform(0, start_secs))
+    if kind == "time":
+        return Moment(kind, rng.uniform(0, run_secs))
+    return Moment(kind, save=rng.randint(1, 6))
+
+
+def _check_refused(runs: Runs, workdir: Path) -> str:
+    life = runs.live(workdir, flags=("--config.optim.learning_rate=0.5",))
+    line = life.errors.strip()
+    if life.status != 2 or "\n" in line or "learning_rate" not in line:
+        raise Mismatch(f"another config: status {life.status}, {line[-2000:]}")
+    return line
+
+
+def _uninterrupted(runs: Runs) -> tuple[Life, dict]:
+    """Two whole runs, the second with cached programs: their times are the measure."""
+    lives, facts = [], {}
+    for name in ("compiling", "cached"):
+        workdir = runs.folder / name
+        life = runs.live(workdir)
+        if life.status != 0:
+            raise Mismatch(f"exit status {life.status}: {life.errors[-2000:]}")
+        lives.append(life)
+        facts = _facts(workdir) if len(lives) == 1 else facts
+        _check_finished(life, workdir, lives[0].result["sha256"], facts)
+        print(
+            f"uninterrupted, {name:<9} {life.secs:6.1f} s  sha256 "
+            f"{life.result['sha256']}",
+            flush=True,
+        )
+    return lives[-1], facts
+
+
+def kill_and_resume(kills: int, seed: int, folder: Path) -> None:
+    """Prints what happened; raises Mismatch where a run is not the uninterrupted one."""
+    runs, rng = Runs(folder), random.Random(seed)
+    whole, facts = _uninterrupted(runs)
+    sha256, steps = whole.result["sha256"], _warm_start_steps(folder)
+    phases, cut, killed, run, compiled = collections.Counter(), 0, 0, 0, False
+    print("kill  run  moment       secs  saves cut off           then")
+    while killed < kills:
+        run += 1
+        workdir, expected = folder / f"run_{run}", ""
+        while True:
+            moment = None
+            if killed < kills:
+                run_secs = whole.secs - whole.first_line_secs
+                moment = _choose(rng, whole.first_line_secs, run_secs)
+            anew = killed > 0 and not compiled and moment is None
+            compiled |= anew
+            life = runs.live(workdir, moment, cached=not anew)
+            _check_resumed(life, expected, steps)
+            if not life.killed:
+                break
+            killed += 1
+            unfinished, phase = _unfinished(workdir), _phase(life, workdir)
+            expected = _newest(workdir)
+            phases[phase] += 1
+            cut += bool(unfinished)
+            print(
+                f"{killed:4d}  {run:3d}  {phase:<10}  {life.secs:5.1f}  "
+                f"{', '.join(unfinished):<22}  {expected or 'from the start'}",
+                flush=True,
+            )
+        _check_finished(life, workdir, sha256, facts)
+        again = runs.live(workdir)
+        if again.result != life.result:
+            raise Mismatch(f"a finished run, run again, said {again.result}")
+        print(f"      {run:3d}  finished    {life.secs:5.1f}  same sha256", flush=True)
+        refused = _check_refused(runs, workdir)
+        shutil.rmtree(workdir)
+    print(f"another config: {refused}")
+    counts = ", ".join(f"{phase} {n}" for phase, n in sorted(phases.items()))
+    print(f"kills {killed} ({counts}); saves cut off {cut}, none resumed from")
+    print(f"resumes {killed}, runs {run}, each step once, sha256 {sha256}")
+
+
+def _warm_start_steps(folder: Path) -> int:
+    config = json.loads((folder / "compiling" / "config.json").read_text())
+    return config["warm_start"]["steps"]
+
+
+def _group_exists(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--release", default="batch")
+    arguments = parser.parse_args()
+    if arguments.release != "batch":
+        print(
+            f"--release is {arguments.release!r}, expected 'batch': under the other "
+            "rules float32 sums depend on the order of arrival, so that no two runs "
+            "need end with the same bits.",
+            file=sys.stderr,
+        )
+        return 2
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            kill_and_resume(arguments.kills, arguments.seed, Path(folder))
+        except Mismatch as mismatch:
+            print(f"FAILED: {mismatch}", file=sys.stderr)
+            return 1
+    print(f"passed in {time.monotonic() - start:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

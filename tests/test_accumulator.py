@@ -1,0 +1,125 @@
+"""Sums add up, in place, in float32, and forget what they are told to forget."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from thundersync_jax import accumulator
+
+PARAMS = {"w": jnp.zeros((64, 128)), "b": [jnp.zeros(()), jnp.zeros(5, jnp.bfloat16)]}
+
+
+def pointers(tree):
+    return [x.unsafe_buffer_pointer() for x in jax.tree.leaves(tree)]
+
+
+def constant(value):
+    return jax.tree.map(lambda x: jnp.full_like(x, value), PARAMS)
+
+
+def assert_all(tree, value):
+    for leaf in jax.tree.leaves(tree):
+        np.testing.assert_array_equal(np.asarray(leaf, np.float32), value)
+
+
+def group_call(channels, parts):
+    """Arguments of `add_group` that touch every sum."""
+    weights = np.arange(1.0, 1 + channels * parts).reshape(channels, parts)
+    return tuple(constant(n + 1.0) for n in range(parts)), weights
+
+
+@pytest.mark.parametrize(("channels", "parts"), [(1, 1), (2, 1), (3, 2)])
+def test_sums_are_updated_in_place(channels, parts):
+    """One buffer from the first call to the last, and no temporary beside it."""
+    batch, group = accumulator.init(PARAMS), accumulator.init(PARAMS, channels)
+    gradients, weights = group_call(channels, parts)
+    at = pointers(batch), pointers(group)
+    for fresh in (True, False, False):
+        group = accumulator.add_group(group, np.bool_(fresh), gradients, weights)
+        batch = accumulator.add_direct(batch, gradients[0])
+        batch = accumulator.close_group(batch, group, weights[:, 0])
+        assert (pointers(batch), pointers(group)) == at
+    largest = 64 * 128 * 4
+    for function, arguments in (
+        (accumulator.add_group, (group, np.bool_(False), gradients, weights)),
+        (accumulator.add_direct, (batch, gradients[0])),
+        (accumulator.close_group, (batch, group, weights[:, 0])),
+    ):
+        memory = function.lower(*arguments).compile().memory_analysis()
+        assert memory.temp_size_in_bytes < largest
+        assert memory.alias_size_in_bytes >= largest
+
+
+@pytest.mark.parametrize(("channels", "parts"), [(1, 1), (2, 1), (3, 2)])
+def test_every_sum_takes_its_own_share_of_every_gradient(channels, parts):
+    gradients, weights = group_call(channels, parts)
+    group = accumulator.init(PARAMS, channels)
+    for fresh in (True, False):
+        group = accumulator.add_group(group, np.bool_(fresh), gradients, weights)
+    expected = 2 * weights @ np.arange(1.0, parts + 1)
+    for s in range(channels):
+        assert_all(jax.tree.map(lambda x, s=s: x[s], group), expected[s])
+    coefficients = np.arange(2.0, 2 + channels)
+    batch = accumulator.add_direct(accumulator.init(PARAMS), constant(0.5))
+    batch = accumulator.close_group(batch, group, coefficients)
+    assert_all(batch, 0.5 + coefficients @ expected)
+    gradient, norm = accumulator.finalize(batch, 4.0, PARAMS)
+    assert_all(gradient, (0.5 + coefficients @ expected) / 4)
+    size = sum(x.size for x in jax.tree.leaves(PARAMS))
+    entry = (0.5 + coefficients @ expected) / 4
+    assert float(norm) == pytest.approx(entry * size**0.5, rel=1e-5)
+
+
+@pytest.mark.parametrize("left", [np.nan, np.inf, 1e38])
+def test_fresh_sums_forget_whatever_was_there(left):
+    gradients, weights = group_call(2, 1)
+    group = accumulator.init(PARAMS, 2)
+    group = accumulator.add_group(
+        group, np.bool_(True), (constant(left),), np.ones((2, 1))
+    )
+    group = accumulator.add_group(group, np.bool_(True), gradients, weights)
+    batch = accumulator.close_group(accumulator.init(PARAMS), group, np.ones(2))
+    assert_all(batch, 3.0)
+
+
+def test_sums_are_float32_or_wider_whatever_the_parameters():
+    """bfloat16 sums of ones stop at 256 (areal-project/AReaL#1634)."""
+    batch, group = accumulator.init(PARAMS), accumulator.init(PARAMS, 2)
+    assert {x.dtype for x in jax.tree.leaves((batch, group))} == {jnp.dtype("float32")}
+    ones, weights = constant(1.0), np.ones((2, 1))
+    for step in range(300):
+        batch = accumulator.add_direct(batch, ones)
+        group = accumulator.add_group(group, np.bool_(step == 0), (ones,), weights)
+    assert_all(batch, 300.0)
+    assert_all(group, 300.0)
+    with jax.enable_x64(True):
+        wide = accumulator.init({"w": jnp.zeros(2, jnp.float64)})
+        assert wide["w"].dtype == jnp.float64
+
+
+def test_gradient_of_no_calls_is_zero():
+    gradient, norm = accumulator.finalize(accumulator.init(PARAMS), 1.0, PARAMS)
+    assert_all(gradient, 0.0)
+    assert float(norm) == 0.0
+
+
+def test_bytes_per_device_are_those_of_the_sums():
+    sums = accumulator.init(PARAMS)
+    total = sum(x.nbytes for x in jax.tree.leaves(sums))
+    assert accumulator.bytes_per_device(PARAMS) == total
+
+
+def test_one_program_per_shape():
+    """Another denominator, weight or `fresh` is no other program."""
+    gradients, weights = group_call(2, 1)
+    group, batch = accumulator.init(PARAMS, 2), accumulator.init(PARAMS)
+    sizes = []
+    for number in (1.0, 2.0, 3.0):
+        fresh = np.bool_(number == 1.0)
+        group = accumulator.add_group(group, fresh, gradients, number * weights)
+        batch = accumulator.close_group(batch, group, number * weights[:, 0])
+        accumulator.finalize(batch, number, PARAMS)
+        functions = (accumulator.add_group, accumulator.close_group)
+        sizes.append([f._cache_size() for f in functions])
+    assert sizes[0] == sizes[1] == sizes[2]

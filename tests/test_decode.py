@@ -1,0 +1,332 @@
+"""The sampler: what its ids depend on, and that the trainer agrees with it."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from thundersync_jax.config import ModelConfig
+from thundersync_jax.models import decode, generation, transformer
+from thundersync_jax.ops import sampling
+from thundersync_jax.rollout.engine import Request
+
+# Two float32 programs of one function.
+FLOAT32 = 1e-5
+CONFIG = ModelConfig(
+    vocab_size=50,
+    layers=2,
+    width=32,
+    mlp_width=48,
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+    qk_norm=True,
+)
+PARAMS = transformer.init(CONFIG, jax.random.key(0))
+CONTEXT, BUCKETS = 48, (4, 8)
+surrogate_logprobs = jax.jit(transformer.surrogate_logprobs, static_argnums=0)
+
+
+def make_engine(params=PARAMS, slots=5, **changes):
+    settings = {
+        "context_tokens": CONTEXT,
+        "steps_per_call": 4,
+        "prefill_buckets": BUCKETS,
+    }
+    return decode.InProcessEngine(CONFIG, params, slots, **(settings | changes))
+
+
+def prompt(name, tokens=6):
+    return np.random.default_rng(name).integers(1, 50, tokens, np.int32)
+
+
+def turn(session, new_ids, seed=None, limit=7, temperature=1.0, stop_ids=()):
+    seed = (7, 0) if seed is None else seed
+    return Request(session, new_ids, limit, stop_ids, temperature, seed)
+
+
+def finish(engine):
+    """Steps until nothing is left; returns responses by session."""
+    responses = {}
+    while engine.busy:
+        responses |= {response.session: response for response in engine.step()}
+    return responses
+
+
+def converse(engine, names, turns=3):
+    """Conversations of different lengths; a session submits again when it is answered.
+
+    Returns (ids, logprobs, full sequence) by name, and releases every session.
+    """
+    record = {name: ([], [], []) for name in names}
+
+    def submit(name, i, new_ids):
+        record[name][2].append(new_ids)
+        engine.submit(
+            turn(name, new_ids, (name, i), limit=3 + name % 6, temperature=0.8)
+        )
+
+    left = dict.fromkeys(names, turns)
+    for name in names:
+        submit(name, 0, prompt(name, 2 + name % 11))
+    while engine.busy:
+        for response in engine.step():
+            name = response.session
+            record[name][0].append(response.ids)
+            record[name][1].append(response.logprobs)
+            record[name][2].append(response.ids)
+            left[name] -= 1
+            if left[name]:
+                submit(name, turns - left[name], prompt(100 + name, 1 + name % 4))
+            else:
+                engine.release(name)
+    return {name: [np.concatenate(x) for x in parts] for name, parts in record.items()}
+
+
+def test_ids_do_not_depend_on_batch_slot_or_order():
+    """verl-project/verl#6280: results moved with what else was in the batch."""
+    names = list(range(9))
+    reference = {name: converse(make_engine(), [name])[name] for name in names}
+    assert len({tuple(ids) for ids, _, _ in reference.values()}) == len(names)
+    crowded = make_engine()
+    for order in (names, names[::-1], [4, 0, 8, 2, 6, 1, 7, 3, 5]):
+        # The second round meets a cache full of other sessions' leftovers.
+        for ids_and_more in (converse(crowded, order), converse(crowded, order[:3])):
+            for name, (ids, logprobs, _) in ids_and_more.items():
+                np.testing.assert_array_equal(ids, reference[name][0])
+                np.testing.assert_array_equal(logprobs, reference[name][1])
+
+
+@pytest.mark.parametrize("slots", [4, 7, 16])
+def test_every_slot_computes_the_same_bits(slots):
+    engine = make_engine(slots=slots)
+    for session in range(slots):
+        engine.submit(turn(session, prompt(3), seed=(7,)))
+    first, *others = finish(engine).values()
+    for other in others:
+        np.testing.assert_array_equal(other.ids, first.ids)
+        np.testing.assert_array_equal(other.logprobs, first.logprobs)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+def test_sampler_and_trainer_agree_on_logprobs(temperature):
+    """huggingface/trl#4159: one side ignored the temperature."""
+    engine = make_engine()
+    for session in range(3):
+        ids = prompt(session, 5 + session)
+        engine.submit(turn(session, ids, temperature=temperature, limit=12))
+    for session, response in finish(engine).items():
+        start = 5 + session
+        tokens = np.concatenate([prompt(session, start), response.ids])
+        trained = surrogate_logprobs(CONFIG, PARAMS, tokens, temperature)[start:]
+        np.testing.assert_allclose(response.logprobs, trained, rtol=0, atol=FLOAT32)
+
+
+def test_turns_continue_the_cache_like_the_whole_sequence():
+    # Observations of one token, of a bucket, and longer than the largest bucket.
+    engine, known, masks = make_engine(), [], []
+    for i, new in enumerate([prompt(0, 19), prompt(1, 1), prompt(2, 8), prompt(3, 0)]):
+        engine.submit(turn("a", new, seed=(i,), limit=3))
+        (response,) = finish(engine).values()
+        known += [new, response.ids]
+        masks += [np.full(len(new), np.nan), response.logprobs]
+    sampled = np.concatenate(masks)
+    trained = surrogate_logprobs(CONFIG, PARAMS, np.concatenate(known), 1.0)
+    where = ~np.isnan(sampled)
+    assert where.sum() == 12
+    np.testing.assert_allclose(sampled[where], trained[where], rtol=0, atol=FLOAT32)
+
+
+def test_new_parameters_leave_nothing_of_the_old():
+    """NovaSky-AI/SkyRL#2246: a cache outlived the parameters that had filled it."""
+    engine = make_engine()
+    engine.submit(turn("a", prompt(0)))
+    (before,) = finish(engine).values()
+    with pytest.raises(ValueError, match="release"):
+        engine.update(PARAMS, 1)
+    engine.release("a")
+    changed = transformer.init(CONFIG, jax.random.key(9))
+    engine.update(changed, 1)
+    # The learner donates its arrays; the sampler must have copied them.
+    jax.tree.map(lambda x: x.delete(), changed)
+    engine.submit(turn("a", prompt(0)))
+    (after,) = finish(engine).values()
+    assert (before.policy_version, after.policy_version) == (0, 1)
+    fresh = make_engine(transformer.init(CONFIG, jax.random.key(9)))
+    fresh.submit(turn("a", prompt(0)))
+    (expected,) = finish(fresh).values()
+    np.testing.assert_array_equal(after.logprobs, expected.logprobs)
+    assert not np.array_equal(after.logprobs, before.logprobs)
+
+
+def test_seeds_of_different_members_give_different_ids():
+    engine = make_engine(slots=8)
+    seeds = [(1,), (2,), (1, 0), (0, 1), (1, 2**32), (2**33, 1), (-1, 1), ()]
+    for session, seed in enumerate(seeds):
+        engine.submit(turn(session, prompt(0), seed, limit=20))
+    ids = {tuple(response.ids) for response in finish(engine).values()}
+    assert len(ids) == len(seeds)
+
+
+def test_temperature_zero_takes_the_largest_logit():
+    engine = make_engine()
+    for session in range(2):
+        engine.submit(turn(session, prompt(0), temperature=0.0))
+    one, other = finish(engine).values()
+    np.testing.assert_array_equal(one.ids, other.ids)
+    tokens = np.concatenate([prompt(0), one.ids])
+    hidden, _ = transformer.segment(CONFIG, PARAMS, tokens)
+    head = transformer.head_weights(PARAMS)
+    largest = jnp.argmax(transformer.logits(CONFIG, head, hidden), axis=-1)
+    np.testing.assert_array_equal(one.ids, largest[5:-1])
+    trained = surrogate_logprobs(CONFIG, PARAMS, tokens, 1.0)[6:]
+    np.testing.assert_allclose(one.logprobs, trained, rtol=0, atol=FLOAT32)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
+@pytest.mark.parametrize("vocab", [7, 70])
+def test_frequencies_follow_the_softmax(temperature, vocab):
+    draws = 200_000
+    logits = jax.random.normal(jax.random.key(1), (vocab,)) * 2
+    uniform = (jnp.arange(draws) + 0.5) / draws  # no sampling noise: a grid
+    draw = jax.vmap(sampling.draw, in_axes=(None, 0, None))
+    token, logprob = jax.jit(draw)(logits, uniform, jnp.float32(temperature))
+    share = np.bincount(token, minlength=vocab) / draws
+    expected = jax.nn.softmax(logits / temperature)
+    np.testing.assert_allclose(share, expected, rtol=0, atol=1.5 / draws + 1e-6)
+    np.testing.assert_allclose(logprob, jnp.log(expected)[token], rtol=0, atol=FLOAT32)
+
+
+def test_impossible_tokens_are_never_drawn():
+    # Uniforms beside every edge of the distribution function, where running sums that
+    # round land on the neighbour.
+    rng = np.random.default_rng(0)
+    draw = jax.jit(jax.vmap(sampling.draw, in_axes=(None, 0, None)))
+    for _ in range(20):
+        impossible = rng.random(70) < 0.7
+        logits = np.where(impossible, -1e9, 2 * rng.normal(size=70)).astype(np.float32)
+        share = np.exp(logits - logits.max(), dtype=float)
+        edges = np.float32(np.cumsum(share) / np.sum(share))
+        uniform = np.concatenate(
+            [edges, np.nextafter(edges, 0), np.nextafter(edges, 1)]
+        )
+        token, logprob = draw(logits, np.minimum(uniform, 1 - 2.0**-23), 1.0)
+        assert not np.any(impossible[token])
+        assert np.all(np.isfinite(logprob))
+
+
+def test_sampled_frequencies_follow_the_softmax():
+    """The engine's own uniforms, one per seed and position."""
+    seed = np.zeros((2000, 1 + 2 * generation.SEED_INTEGERS), np.uint32)
+    seed[:, 0], seed[:, 1] = 1, np.arange(2000)
+    uniform = np.asarray(generation.uniforms(seed, np.zeros(2000, np.int32), 5))
+    assert uniform.shape == (5, 2000)
+    assert len(np.unique(uniform)) > 9900
+    counts, _ = np.histogram(uniform, bins=10, range=(0, 1))
+    # Ten cells of 1000 expected; four standard deviations of a cell.
+    assert np.max(np.abs(counts - 1000)) < 4 * np.sqrt(1000 * 0.9)
+    correlation = np.corrcoef(uniform)
+    assert np.max(np.abs(correlation - np.eye(5))) < 4 / np.sqrt(2000)
+
+
+def test_a_stop_token_ends_the_turn_and_is_part_of_it():
+    engine = make_engine()
+    engine.submit(turn("a", prompt(0), limit=12))
+    (free,) = finish(engine).values()
+    assert not free.stopped and len(free.ids) == 12
+    engine.release("a")
+    for wanted in (free.ids[0], free.ids[5]):
+        first = int(np.argmax(free.ids == wanted))
+        engine.submit(turn("a", prompt(0), limit=12, stop_ids=(int(wanted),)))
+        (stopped,) = finish(engine).values()
+        assert stopped.stopped
+        np.testing.assert_array_equal(stopped.ids, free.ids[: first + 1])
+        engine.release("a")
+
+
+def test_a_free_slot_is_refilled_in_the_next_step():
+    engine = make_engine(slots=4)
+    for session in range(6):
+        engine.submit(turn(session, prompt(session), limit=4 if session == 2 else 8))
+    (response,) = engine.step()
+    assert response.session == 2
+    # Its tool runs: the slot stays its own, and the fifth session waits.
+    engine.step()
+    engine.release(2)
+    assert {r.session for r in engine.step()} == set()
+    assert {r.session for r in engine.step()} == {4}
+    engine.release(0)
+    engine.release("unknown")
+    assert set(finish(engine)) == {5}
+
+
+def test_a_session_may_be_released_wherever_it_stands():
+    engine = make_engine(slots=4)
+    for session in range(6):
+        engine.submit(turn(session, prompt(session), limit=8))
+    engine.release(5)  # waiting
+    engine.step()
+    engine.release(1)  # half sampled
+    assert set(finish(engine)) == {0, 2, 3, 4}
+    for session in range(6):
+        engine.release(session)
+    assert not engine.busy
+    engine.update(PARAMS, 1)
+
+
+@pytest.mark.parametrize(
+    "changes, match",
+    [
+        ({"max_new_tokens": CONTEXT}, "context"),
+        ({"max_new_tokens": 0}, "at least one"),
+        ({"new_ids": np.zeros(0, np.int32)}, "at least one"),
+        ({"new_ids": np.array([1, 50])}, "vocabulary"),
+        ({"new_ids": np.array([-1, 5])}, "vocabulary"),
+        ({"stop_ids": tuple(range(9))}, "stop ids"),
+        ({"seed": tuple(range(9))}, "seed integers"),
+        ({"temperature": -1.0}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+    ],
+)
+def test_impossible_requests_are_refused(changes, match):
+    engine = make_engine()
+    request = turn("a", prompt(0))
+    with pytest.raises(ValueError, match=match):
+        engine.submit(dataclasses.replace(request, **changes))
+    assert not engine.busy
+    engine.update(PARAMS, 1)  # nothing was held
+
+
+def test_a_turn_may_fill_the_context_and_no_more():
+    engine = make_engine()
+    engine.submit(turn("a", prompt(0), limit=CONTEXT - 6))
+    (response,) = finish(engine).values()
+    tokens = np.concatenate([prompt(0), response.ids])
+    assert len(tokens) == CONTEXT
+    trained = surrogate_logprobs(CONFIG, PARAMS, tokens, 1.0)[6:]
+    np.testing.assert_allclose(response.logprobs, trained, rtol=0, atol=FLOAT32)
+    with pytest.raises(ValueError, match="context"):
+        engine.submit(turn("a", prompt(1, 0), limit=1))
+
+
+def test_a_turn_may_not_overtake_another_of_its_session():
+    engine = make_engine()
+    engine.submit(turn("a", prompt(0)))
+    with pytest.raises(ValueError, match="being sampled"):
+        engine.submit(turn("a", prompt(0)))
+
+
+@pytest.mark.parametrize(
+    "changes, match",
+    [
+        ({"slots": 3}, "slots"),
+        ({"prefill_buckets": (8, 4)}, "ascending"),
+        ({"prefill_buckets": ()}, "ascending"),
+        ({"steps_per_call": 0}, "steps_per_call"),
+    ],
+)
+def test_impossible_engines_are_refused(changes, match):
+    with pytest.raises(ValueError, match=match):
+        make_engine(**changes)

@@ -1,0 +1,329 @@
+"""Decisions of the scheduler, as plain data: what runs next, where, and what closes."""
+
+import collections
+import random
+
+import pytest
+
+from thundersync_jax.schedule import RELEASES, Close, Schedule
+
+
+def plan(release="trajectory", open_groups=2, **settings):
+    return Schedule(release, open_groups, **{"drop_partial": True} | settings)
+
+
+def settle(schedule, group, member, reward=0.0, bucket=8, samples=1):
+    """Everything about one member, at once."""
+    for _ in range(samples):
+        schedule.sample(group, member, bucket)
+    first = schedule.complete(group, member)
+    return schedule.reward(group, member, reward) or first
+
+
+def taken(schedule, replica=0):
+    """The (group, member) pairs of the next call, and its place."""
+    call = schedule.next_call(replica)
+    return call and ([(item.group, item.member) for item in call.items], call.place)
+
+
+def drain(schedule):
+    order = []
+    while (call := schedule.next_call(0)) is not None:
+        order += [(item.group, item.member) for item in call.items]
+    return order
+
+
+def test_final_work_comes_before_any_other():
+    schedule = plan()
+    schedule.open_group("open", 3)
+    schedule.open_group("whole", 2)
+    settle(schedule, "open", 0, 1.0)
+    settle(schedule, "open", 1, 0.0)
+    settle(schedule, "whole", 0, 1.0)
+    assert settle(schedule, "whole", 1, 0.0) == Close("whole", True, None, ())
+    assert taken(schedule) == ([("whole", 0)], None)
+    assert taken(schedule) == ([("whole", 1)], None)
+    assert taken(schedule) == ([("open", 0)], 0)
+
+
+def test_group_that_holds_sums_comes_before_one_with_more_ready():
+    schedule = plan()
+    for name, ready in (("few", 2), ("many", 5)):
+        schedule.open_group(name, 9)
+        if name == "few":
+            settle(schedule, name, 0, 1.0)
+            settle(schedule, name, 1, 0.0)
+            assert taken(schedule) == ([("few", 0)], 0)
+        else:
+            for member in range(ready):
+                settle(schedule, name, member, float(member))
+    assert taken(schedule) == ([("few", 1)], 0)
+    assert taken(schedule)[0] == [("many", 0)]
+
+
+def test_group_with_most_ready_members_is_opened_first():
+    schedule = plan(open_groups=1)
+    for name, ready in (("two", 2), ("four", 4), ("three", 3)):
+        schedule.open_group(name, 9)
+        for member in range(ready):
+            settle(schedule, name, member, float(member))
+    assert taken(schedule)[0] == [("four", 0)]
+
+
+def test_group_that_looks_uniform_comes_last_but_not_never():
+    schedule = plan()
+    for name, rewards in (("equal", (1, 1, 1, 1)), ("mixed", (0, 1))):
+        schedule.open_group(name, 9)
+        for member, reward in enumerate(rewards):
+            settle(schedule, name, member, float(reward))
+    assert taken(schedule)[0] == [("mixed", 0)]
+    assert taken(schedule)[0] == [("mixed", 1)]
+    assert taken(schedule)[0] == [("equal", 0)]  # rather than idling
+    settle(schedule, "mixed", 2, 0.5)
+    assert taken(schedule)[0] == [("mixed", 2)]
+
+
+def test_no_more_groups_hold_sums_than_there_are_places():
+    schedule = plan(open_groups=2)
+    for name in "abc":
+        schedule.open_group(name, 3)
+        settle(schedule, name, 0, 1.0)
+    places = {taken(schedule)[1] for _ in range(2)}
+    assert places == {0, 1}
+    assert not schedule.ready
+    assert schedule.next_call(0) is None
+
+
+@pytest.mark.parametrize("how", ["complete", "dropped"])
+def test_place_of_a_closed_group_serves_another(how):
+    schedule = plan(open_groups=1)
+    for name in "ab":
+        schedule.open_group(name, 2)
+        settle(schedule, name, 0, 1.0)
+    assert taken(schedule) == ([("a", 0)], 0)
+    assert schedule.next_call(0) is None
+    if how == "complete":
+        assert settle(schedule, "a", 1, 0.0) == Close("a", True, 0, (0,))
+        assert taken(schedule) == ([("a", 1)], None)
+    else:
+        assert schedule.fail("a", 1) == Close("a", False, 0, (0,))
+    assert schedule.ready
+    assert taken(schedule) == ([("b", 0)], 0)
+
+
+def test_close_names_every_replica_that_holds_sums():
+    schedule = plan()
+    schedule.open_group("a", 5)
+    for member in range(4):
+        settle(schedule, "a", member, float(member))
+    for replica in (2, 0, 2):
+        assert taken(schedule, replica)[1] == 0
+    assert settle(schedule, "a", 4, 1.0) == Close("a", True, 0, (0, 2))
+
+
+def test_dropped_group_is_never_taken_again():
+    schedule = plan()
+    schedule.open_group("a", 4)
+    for member in (0, 1):
+        settle(schedule, "a", member, float(member))
+    assert taken(schedule)[0] == [("a", 0)]
+    assert schedule.fail("a", 2) == Close("a", False, 0, (0,))
+    assert settle(schedule, "a", 3, 1.0) is None
+    assert not schedule.ready
+    assert schedule.next_call(0) is None
+
+
+@pytest.mark.parametrize("failed", [0, 1, 2])
+def test_group_is_kept_while_anyone_survives(failed):
+    schedule = plan(drop_partial=False)
+    schedule.open_group("a", 2)
+    closes = [
+        schedule.fail("a", member) if member < failed else settle(schedule, "a", member)
+        for member in range(2)
+    ]
+    assert closes == [None, Close("a", failed < 2, None, ())]
+    assert list(schedule.survivors("a")) == list(range(failed, 2))
+    assert drain(schedule) == [("a", m) for m in range(failed, 2)]
+
+
+@pytest.mark.parametrize(
+    ("release", "after_member", "after_group", "after_flush"),
+    [("trajectory", 1, 2, 2), ("group", 0, 2, 2), ("batch", 0, 0, 2)],
+)
+def test_release_rule_says_when_work_may_start(
+    release, after_member, after_group, after_flush
+):
+    schedule = plan(release)
+    schedule.open_group("a", 2)
+    seen = []
+    settle(schedule, "a", 0, 1.0)
+    seen += drain(schedule)
+    assert len(seen) == after_member
+    settle(schedule, "a", 1, 0.0)
+    seen += drain(schedule)
+    assert len(seen) == after_group
+    schedule.flush()
+    seen += drain(schedule)
+    assert len(seen) == after_flush
+
+
+def test_work_without_baseline_or_drop_needs_no_place():
+    schedule = plan(open_groups=0, drop_partial=False, rewards=False, held=False)
+    schedule.open_group("a", 2)
+    schedule.sample("a", 1, 8)
+    assert schedule.complete("a", 1) is None
+    assert taken(schedule) == ([("a", 1)], None)
+
+
+def test_batch_release_does_not_depend_on_arrival():
+    """In (group, member) order, one bucket after another, the last call padded."""
+    rng = random.Random(4)
+    sizes = {("a", 0): 8, ("a", 1): 16, ("b", 0): 8, ("b", 1): 8, ("b", 2): 16}
+    orders = set()
+    for _ in range(10):
+        schedule = plan("batch", rows_per_call=2)
+        for name, members in (("a", 2), ("b", 3)):
+            schedule.open_group(name, members)
+        for group, member in rng.sample(list(sizes), len(sizes)):
+            settle(schedule, group, member, 1.0, bucket=sizes[group, member])
+        schedule.flush()
+        calls = []
+        while (call := schedule.next_call(0)) is not None:
+            assert call.rows == 2
+            calls.append(tuple((item.group, item.member) for item in call.items))
+        orders.add(tuple(calls))
+    expected = ((("a", 0), ("b", 0)), (("b", 1),), (("a", 1), ("b", 2)))
+    assert orders == {expected}
+
+
+def test_final_work_is_packed_when_a_call_is_full_and_only_with_its_like():
+    schedule = plan("group", rows_per_call=3)
+    schedule.open_group("a", 5)
+    for member, bucket in enumerate((8, 16, 8, 16, 8)):
+        settle(schedule, "a", member, bucket=bucket)
+    calls = [schedule.next_call(0) for _ in range(3)]
+    found = [([item.member for item in c.items], c.rows) for c in calls]
+    assert found == [([0, 2, 4], 3), ([1], 1), ([3], 1)]
+
+
+def test_waiting_samples_can_be_discarded_by_member():
+    for release in ("group", "batch"):
+        schedule = plan(release)
+        schedule.open_group("a", 3)
+        for member in range(3):
+            settle(schedule, "a", member, samples=2)
+        assert schedule.discard("a", {0, 2}) == 4
+        schedule.flush()
+        assert drain(schedule) == [("a", 1), ("a", 1)]
+
+
+def test_outstanding_members_are_those_without_verdict_or_tokens():
+    schedule = plan()
+    schedule.open_group("a", 4)
+    settle(schedule, "a", 0)
+    schedule.complete("a", 1)
+    schedule.reward("a", 2, 1.0)
+    assert schedule.outstanding() == [("a", 1), ("a", 2), ("a", 3)]
+
+
+def events_of(rng, groups):
+    """A random order of what happens to the members of groups of given sizes."""
+    lanes = []
+    for name, size in groups.items():
+        for member in range(size):
+            lane = [("sample",)] * rng.randint(0, 3) + [("complete",)]
+            lane.insert(rng.randint(0, len(lane)), ("reward", rng.choice([0.0, 1.0])))
+            if rng.random() < 0.1:
+                lane[rng.randint(0, len(lane) - 1) :] = [("fail",)]
+            lanes.append([(name, member, *event) for event in lane])
+    while lanes:
+        lane = rng.choice(lanes)
+        yield lane.pop(0)
+        lanes = [lane for lane in lanes if lane]
+
+
+class Witness:
+    """Tells a schedule random events, takes calls at random, and watches."""
+
+    def __init__(self, rng, release, drop_partial):
+        self.rng = rng
+        self.rows = rng.choice([1, 3])
+        self.open_groups = rng.randint(1, 4)
+        self.schedule = plan(
+            release,
+            self.open_groups,
+            drop_partial=drop_partial,
+            rows_per_call=self.rows,
+        )
+        self.groups = {g: rng.randint(1, 5) for g in range(rng.randint(1, 6))}
+        self.given, self.closed, self.dropped = set(), set(), set()
+        self.taken = collections.Counter()
+        self.holding = {}  # place -> group
+        self.streamed = 0
+
+    def step(self):
+        for name, size in self.groups.items():
+            self.schedule.open_group(name, size)
+        for name, member, kind, *rest in events_of(self.rng, self.groups):
+            if kind == "sample":
+                item = self.schedule.sample(name, member, self.rng.choice([8, 16]))
+                self.given.add(item[:3])
+            else:
+                event = getattr(self.schedule, kind)
+                self.note_close(name, event(name, member, *rest))
+            self.work(self.rng.choice([0, 0, 1, 9]))
+        self.schedule.flush()
+        self.work(10_000)
+
+    def note_close(self, name, close):
+        if close is None:
+            return
+        assert close.group == name
+        assert name not in self.closed
+        self.closed.add(name)
+        if not close.kept:
+            self.dropped.add(name)
+        held = self.holding.pop(close.place, None)
+        assert held == (name if close.replicas else None)
+
+    def work(self, limit):
+        for _ in range(limit):
+            was_ready = self.schedule.ready
+            call = self.schedule.next_call(self.rng.randint(0, 2))
+            assert was_ready == (call is not None)
+            if call is None:
+                return
+            assert len({item.bucket for item in call.items}) == 1
+            assert len(call.items) <= call.rows in (1, self.rows)
+            for item in call.items:
+                assert item.group not in self.dropped
+                assert (call.place is None) == (item.group in self.closed)
+                self.taken[item[:3]] += 1
+            if call.place is not None:
+                self.streamed += 1
+                owner = self.holding.setdefault(call.place, call.items[0].group)
+                assert owner == call.items[0].group
+                assert len(self.holding) <= self.open_groups
+
+
+@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("drop_partial", [True, False])
+def test_every_sample_of_a_kept_group_is_taken_exactly_once(release, drop_partial):
+    """Under random events, with calls at random moments; nothing of a dropped group."""
+    rng = random.Random(f"{release} {drop_partial}")
+    streamed = 0
+    for _ in range(150):
+        seen = Witness(rng, release, drop_partial)
+        seen.step()
+        assert seen.closed == set(seen.groups)
+        assert not seen.schedule.outstanding()
+        kept = {
+            (group, member)
+            for group in seen.closed - seen.dropped
+            for member in seen.schedule.survivors(group)
+        }
+        expected = {key for key in seen.given if key[:2] in kept}
+        assert {key for key in seen.taken if key[0] not in seen.dropped} == expected
+        assert set(seen.taken.values()) <= {1}
+        streamed += seen.streamed
+    assert bool(streamed) == (release == "trajectory")
