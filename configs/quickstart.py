@@ -8,10 +8,12 @@ The warm start stops at about 40 % sampled held-out success; GRPO does the rest.
 """
 
 from thundersync_jax.config import (
+    CheckpointConfig,
     Config,
     EnvConfig,
     EvaluationConfig,
     LatencyConfig,
+    LossConfig,
     OptimConfig,
     RolloutConfig,
     WarmStartConfig,
@@ -21,31 +23,30 @@ from thundersync_jax.envs.reasoning import ReasoningOptions
 
 def get_config(variant: str | None = None) -> Config:
     return Config(
-        steps=150,
-        open_groups=16,
-        optim=OptimConfig(learning_rate=1e-3, warmup_steps=10),
+        steps=160,
+        open_groups=32,
+        optim=OptimConfig(learning_rate=5e-4, warmup_steps=10),
+        loss=LossConfig(advantage="mean_only"),
         rollout=RolloutConfig(
-            groups_per_step=16,
+            groups_per_step=32,
             group_size=8,
-            slots=64,
-            context_tokens=48,
-            turn_tokens=16,
+            slots=128,
+            context_tokens=32,
+            turn_tokens=12,
             turns=2,
-            prefill_buckets=(16, 48),
-            gradient_buckets=(32, 48),
+            prefill_buckets=(12, 32),
+            gradient_buckets=(24, 32),
         ),
         env=EnvConfig(
             options=ReasoningOptions(
-                tasks=("chain_sum",),
-                terms=(2, 3),
-                digits=(1, 2),
-                train_tasks=16_384,
+                tasks=("chain_sum",), terms=(2, 2), digits=(1, 2), train_tasks=16_384
             ),
-            tool_latency=LatencyConfig("lognormal", median_secs=0.04, sigma=1.0),
-            verify_latency=LatencyConfig("lognormal", median_secs=0.02, sigma=1.0),
+            tool_latency=LatencyConfig("lognormal", median_secs=0.04, sigma=0.8),
+            verify_latency=LatencyConfig("lognormal", median_secs=0.02, sigma=0.8),
         ),
         warm_start=WarmStartConfig(
             steps=600, learning_rate=1.5e-3, check_every_steps=5, check_questions=240
         ),
-        evaluation=EvaluationConfig(questions=240, every_steps=25),
+        evaluation=EvaluationConfig(questions=480, every_steps=20),
+        checkpoint=CheckpointConfig(every_steps=20),
     )

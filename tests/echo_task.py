@@ -4,11 +4,15 @@ Also a config file: `--config=tests/echo_task.py`. After its short warm start th
 ends its turns and is right now and then, so that most groups have unequal rewards.
 """
 
+import contextlib
 import itertools
 import random
+from collections.abc import Iterator
+from pathlib import Path
 
 from thundersync_jax import config as settings
 from thundersync_jax.envs.base import Action, Observation, TaskSet
+from thundersync_jax.settings import replace
 
 LETTERS, LENGTH = "abcdef", 3
 
@@ -91,3 +95,48 @@ def get_config(variant: str | None = None) -> settings.Config:
         evaluation=settings.EvaluationConfig(questions=32, every_steps=2),
         checkpoint=settings.CheckpointConfig(every_steps=2),
     )
+
+
+def small(warm_start_steps: int = 15, **changes) -> settings.Config:
+    """The same without waits, and with one program per job: compiled in a second."""
+    none = settings.LatencyConfig()
+    return replace(
+        get_config(),
+        {
+            "env.tool_latency": none,
+            "env.verify_latency": none,
+            "rollout.prefill_buckets": (24,),
+            "rollout.gradient_buckets": (24,),
+            "mesh.rows_per_call": 1,
+            "warm_start.steps": warm_start_steps,
+            "warm_start.learning_rate": 5e-2,
+            "warm_start.check_every_steps": 15,
+            "warm_start.check_questions": 4,
+            "evaluation.questions": 4,
+        }
+        | changes,
+    )
+
+
+@contextlib.contextmanager
+def kept_programs(folder: Path) -> Iterator[None]:
+    """Compiled programs of several runs in one process are shared through a folder."""
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
+    jax.devices()  # all of them, before a run asks for fewer
+    names = {
+        "jax_compilation_cache_dir": str(folder),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in names}
+    for name, value in names.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()

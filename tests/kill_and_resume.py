@@ -18,7 +18,6 @@ import json
 import os
 import random
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -288,13 +287,13 @@ def kill_and_resume(kills: int, seed: int, folder: Path) -> None:
                 flush=True,
             )
         _check_finished(life, workdir, sha256, facts)
-        again = runs.live(workdir)
-        if again.result != life.result:
-            raise Mismatch(f"a finished run, run again, said {again.result}")
-        print(f"      {run:3d}  finished    {life.secs:5.1f}  same sha256", flush=True)
-        refused = _check_refused(runs, workdir)
-        shutil.rmtree(workdir)
-    print(f"another config: {refused}")
+        how = "same sha256, all compiled anew" if anew else "same sha256"
+        print(f"      {run:3d}  finished    {life.secs:5.1f}  {how}", flush=True)
+    again = runs.live(workdir)
+    if again.result != life.result:
+        raise Mismatch(f"a finished run, run again, said {again.result}")
+    print(f"finished run, run again: {again.secs:.1f} s, same result")
+    print(f"another config: {_check_refused(runs, workdir)}")
     counts = ", ".join(f"{phase} {n}" for phase, n in sorted(phases.items()))
     print(f"kills {killed} ({counts}); saves cut off {cut}, none resumed from")
     print(f"resumes {killed}, runs {run}, each step once, sha256 {sha256}")

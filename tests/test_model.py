@@ -1,6 +1,7 @@
 """The decoder: against an independent reference, in pieces, in chunks, on a mesh."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -287,7 +288,7 @@ def test_logical_axes_name_every_axis():
     assert names - {None} <= set(layers.MESH_AXES)
 
 
-# Sizes that every mesh below divides; one key head for two query heads where asked.
+# Sizes that every mesh of eight divides.
 SHARDED = ModelConfig(
     vocab_size=256,
     layers=2,
@@ -298,14 +299,8 @@ SHARDED = ModelConfig(
     head_dim=16,
     logprob_chunk_tokens=128,
 )
-
-
-def surrogate_gradient(config):
-    def loss(params, tokens):
-        got = transformer.surrogate_logprobs(config, params, tokens, 0.7)
-        return losses.policy_gradient(got, jnp.ones_like(got))
-
-    return jax.jit(jax.value_and_grad(loss))
+# Two key heads and their biases on four tensor devices: they stay whole.
+UNEVEN = dataclasses.replace(SHARDED, kv_heads=2, qk_norm=True, attention_bias=True)
 
 
 def place(config, params, fsdp, tensor):
@@ -315,24 +310,43 @@ def place(config, params, fsdp, tensor):
 
     def put(x, names):
         axes = [layers.MESH_AXES.get(name) for name in names]
-        fits = [
-            a and s % mesh.shape[a] == 0 for a, s in zip(axes, x.shape, strict=True)
-        ]
-        spec = [a if fit else None for a, fit in zip(axes, fits, strict=True)]
+        sizes = [mesh.shape.get(axis, 1) for axis in axes]
+        fits = [n % size == 0 for n, size in zip(x.shape, sizes, strict=True)]
+        spec = [axis if fit else None for axis, fit in zip(axes, fits, strict=True)]
         return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
 
     return jax.tree.map(put, params, transformer.logical_axes(config)), mesh
 
 
-@pytest.mark.parametrize("fsdp, tensor", [(2, 1), (1, 2), (4, 2), (2, 4)])
-def test_sharded_gradient_equals_unsharded(fsdp, tensor):
-    config = dataclasses.replace(SHARDED, kv_heads=2, qk_norm=True, attention_bias=True)
-    params, tokens = random_params(config), random_tokens(config, 32)
-    gradient = surrogate_gradient(config)
-    value, expected = gradient(params, tokens)
-    placed, mesh = place(config, params, fsdp, tensor)
+@functools.cache
+def surrogate_gradient(config, fsdp, tensor):
+    """Loss and gradient of one trajectory on a mesh, and flops per device."""
+    placed, mesh = place(config, random_params(config), fsdp, tensor)
+    tokens = random_tokens(config, 256)
+
+    def loss(params, tokens):
+        got = transformer.surrogate_logprobs(config, params, tokens, 0.7)
+        return losses.policy_gradient(got, jnp.ones_like(got))
+
     with jax.set_mesh(mesh):
-        sharded_value, got = gradient(placed, tokens)
+        compiled = jax.jit(jax.value_and_grad(loss)).lower(placed, tokens).compile()
+        return compiled(placed, tokens), compiled.cost_analysis()["flops"]
+
+
+@pytest.mark.parametrize(
+    "config, fsdp, tensor",
+    [
+        (SHARDED, 2, 1),
+        (SHARDED, 1, 2),
+        (SHARDED, 8, 1),
+        (SHARDED, 4, 2),
+        (SHARDED, 2, 4),
+        (UNEVEN, 2, 4),
+    ],
+)
+def test_sharded_gradient_equals_unsharded(config, fsdp, tensor):
+    (value, expected), _ = surrogate_gradient(config, 1, 1)
+    (sharded_value, got), _ = surrogate_gradient(config, fsdp, tensor)
     np.testing.assert_allclose(sharded_value, value, rtol=FLOAT32)
     assert relative_difference(got, expected) < FLOAT32
 
@@ -340,14 +354,6 @@ def test_sharded_gradient_equals_unsharded(fsdp, tensor):
 @pytest.mark.parametrize("fsdp, tensor", [(8, 1), (4, 2), (2, 4)])
 def test_devices_share_the_work_of_one_trajectory(fsdp, tensor):
     """Replicated activations would let every device do all of it: 8 times an eighth."""
-    params = transformer.init(SHARDED, jax.random.key(0))
-    tokens = random_tokens(SHARDED, 256)
-
-    def flops(params):
-        compiled = surrogate_gradient(SHARDED).lower(params, tokens).compile()
-        return compiled.cost_analysis()["flops"]
-
-    alone = flops(params)
-    placed, mesh = place(SHARDED, params, fsdp, tensor)
-    with jax.set_mesh(mesh):
-        assert flops(placed) < 1.3 * alone / 8
+    _, alone = surrogate_gradient(SHARDED, 1, 1)
+    _, flops = surrogate_gradient(SHARDED, fsdp, tensor)
+    assert flops < 1.3 * alone / 8

@@ -83,6 +83,17 @@ def test_group_that_looks_uniform_comes_last_but_not_never():
     assert taken(schedule)[0] == [("mixed", 2)]
 
 
+def test_group_that_looks_uniform_comes_last_even_where_it_holds_sums():
+    schedule = plan()
+    for name, rewards in (("equal", (1, 1, 1)), ("mixed", (0, 1))):
+        schedule.open_group(name, 9)
+        if name == "mixed":
+            assert taken(schedule) == ([("equal", 0)], 0)
+        for member, reward in enumerate(rewards):
+            settle(schedule, name, member, float(reward))
+    assert taken(schedule) == ([("mixed", 0)], 1)
+
+
 def test_no_more_groups_hold_sums_than_there_are_places():
     schedule = plan(open_groups=2)
     for name in "abc":

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from toy_stream import feed, toy
 
-from thundersync_jax import GradientStream, Surrogate, advantages, pad
-from thundersync_jax.errors import StreamError
+from thundersync_jax import GradientStream, Surrogate, advantages
 from thundersync_jax.replica import IN_FLIGHT, Replica
 from thundersync_jax.schedule import RELEASES
 
@@ -51,30 +51,6 @@ def run(groups, events, estimator, denominator, partial, parts, **stream):
     )
     oracle.tell(step, groups, events)
     return step.finish()
-
-
-def x_times_s(params, sample):
-    return Surrogate(params["x"] * sample["s"])
-
-
-def additive_x(params, sample):
-    return Surrogate(None, additive=params["x"] * sample["s"])
-
-
-def toy(surrogate=x_times_s, params=None, **settings):
-    settings = {"estimator": advantages.mean_only()} | settings
-    params = {"x": jnp.zeros(())} if params is None else params
-    return GradientStream(surrogate, params, **settings)
-
-
-def feed(stream, groups):
-    """Members arrive one after another, as (reward, score)."""
-    for name, members in groups.items():
-        stream.open_group(name, len(members))
-    for name, members in groups.items():
-        for index, (reward, score) in enumerate(members):
-            stream.complete(name, index, {"s": score}, tokens=1)
-            stream.reward(name, index, reward)
 
 
 def check(result, reference, parts):
@@ -285,133 +261,6 @@ def test_group_of_one_has_advantage_zero_and_counts():
             assert (report.kept_members, report.uniform_groups) == (3, 1)
 
 
-def test_members_without_samples_count_and_add_nothing():
-    for release in RELEASES:
-        stream = toy(release=release)
-        stream.open_group("a", 3)
-        for member, reward in ((1, 1.0), (2, 0.0)):
-            stream.complete("a", member, {"s": float(member)})
-            stream.reward("a", member, reward)
-        stream.complete("a", 0)
-        stream.reward("a", 0, 1.0)
-        gradient, _ = stream.finish()
-        assert float(gradient["x"]) == pytest.approx((1 / 3 - 2 * 2 / 3) / 3, abs=1e-6)
-
-
-def test_a_caller_may_fill_one_buffer_again_and_again():
-    buffer = np.zeros((), np.float32)
-    for release in RELEASES:
-        stream = toy(release=release, denominator="none")
-        stream.open_group("a", 4)
-        for member in range(4):
-            buffer[...] = member
-            stream.complete("a", member, {"s": buffer})
-        for member in range(4):
-            stream.reward("a", member, float(member == 3))
-        assert float(stream.finish()[0]["x"]) == pytest.approx(3 - 6 / 4)
-
-
-@pytest.mark.parametrize("value", [0.01, 1.0])
-def test_bfloat16_gradients_are_summed_in_float32(value):
-    """A sum in bfloat16 stops at 4 and at 256 (areal-project/AReaL#1634)."""
-    params = {"x": jnp.zeros((), jnp.bfloat16)}
-    expected = 1000 * float(jnp.bfloat16(value))  # one gradient has bfloat16's digits
-    for partial in ("drop", "keep"):  # through group sums, and directly
-        settings = {"estimator": None, "denominator": "none"}
-        stream = toy(additive_x, params, partial_groups=partial, **settings)
-        stream.open_group("a", 1000)
-        for member in range(1000):
-            stream.complete("a", member, {"s": np.float32(value)})
-        gradient, _ = stream.finish()
-        assert gradient["x"].dtype == jnp.float32
-        assert float(gradient["x"]) == pytest.approx(expected, rel=1e-4)
-
-
-def test_gradient_that_is_not_finite_ends_the_step_and_names_the_trajectory():
-    for release in RELEASES:
-        stream = toy(release=release)
-        members = [(1.0, 1.0), (0.0, np.nan), (0.0, 2.0)]
-        feed(stream, {"good": [(1.0, 1.0), (0.0, 2.0)], "bad": members})
-        with pytest.raises(StreamError, match="'bad'/1 is not finite") as error:
-            stream.finish()
-        assert "good" not in str(error.value)
-        with pytest.raises(ValueError, match="finished"):
-            stream.finish()
-
-
-def test_gradient_of_a_dropped_group_may_be_anything():
-    stream = toy(open_groups=1, denominator="none")
-    stream.open_group("bad", 2)
-    stream.complete("bad", 0, {"s": np.nan})
-    stream.reward("bad", 0, 1.0)
-    stream.fail("bad", 1, reason="gone")
-    feed(stream, {"a": [(1.0, 2.0), (0.0, 1.0)]})  # the same place for its sums
-    gradient, report = stream.finish()
-    assert float(gradient["x"]) == 0.5
-    assert (report.discarded, report.streamed) == (1, 1)
-
-
-def test_sums_that_leave_float32_end_the_step():
-    for release in RELEASES:
-        stream = toy(additive_x, release=release, estimator=None)
-        stream.open_group("a", 2)
-        for member in range(2):
-            stream.complete("a", member, {"s": 3e38})
-        with pytest.raises(StreamError, match="scale rewards or losses down"):
-            stream.finish()
-
-
-@pytest.mark.parametrize("unit", [1e-40, 1e-12, 1.0, 1e12, 1e29])
-def test_scale_of_rewards_does_not_matter_to_a_normalised_advantage(unit):
-    for release in RELEASES:
-        for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0)):
-            stream = toy(release=release, estimator=advantages.mean_std(eps=0.0))
-            rewards, scores = (0.0, 2 * unit, unit), (1.0, 1e6, 3.0)
-            stream.open_group("a", 3)
-            for member in order:
-                stream.complete("a", member, {"s": scores[member]})
-                stream.reward("a", member, rewards[member])
-            expected = (1e6 - 1.0) * 1.5**0.5 / 3
-            assert float(stream.finish()[0]["x"]) == pytest.approx(expected, rel=1e-6)
-
-
-def test_float64_parameters_keep_float64_throughout():
-    with jax.enable_x64(True):
-        results = []
-        for release in RELEASES:
-            stream = toy(release=release, params={"x": jnp.zeros((), jnp.float64)})
-            feed(stream, {"a": [(0.1, 0.3), (0.7, 1.1), (0.3, -0.4)]})
-            results.append(float(stream.finish()[0]["x"]))
-        expected = np.dot(
-            [0.1 - 1.1 / 3, 0.7 - 1.1 / 3, 0.3 - 1.1 / 3], [0.3, 1.1, -0.4]
-        )
-        assert results == pytest.approx([expected / 3] * 3, rel=1e-14)
-
-
-def test_odd_samples_are_samples():
-    """PRNG keys, None leaves, integers, empty trees, in one call or in several."""
-    key = jax.random.key(1)
-
-    def surrogate(params, sample):
-        noise = jax.random.uniform(sample["key"]) if sample else 1.0
-        return Surrogate(params["x"] * noise)
-
-    noise = [float(jax.random.uniform(jax.random.fold_in(key, m))) for m in range(2)]
-    for release in RELEASES:
-        for rows in (1, 4):
-            stream = toy(surrogate, release=release, rows_per_call=rows)
-            stream.open_group("a", 2)
-            stream.open_group("empty", 2)
-            for m in range(2):
-                sample = {"key": jax.random.fold_in(key, m), "none": None, "int": 3}
-                stream.complete("a", m, sample)
-                stream.complete("empty", m, {})
-                stream.reward("a", m, bool(m))
-                stream.reward("empty", np.int64(m), np.float32(m))
-            expected = (noise[1] - noise[0]) / 2 / 4
-            assert float(stream.finish()[0]["x"]) == pytest.approx(expected, abs=1e-6)
-
-
 def test_on_call_tells_every_call_and_when_it_ended():
     calls = []
     stream = toy(on_call=lambda call, ended: calls.append((call, ended)))
@@ -420,17 +269,6 @@ def test_on_call_tells_every_call_and_when_it_ended():
     assert len(calls) == report.calls == 4
     assert all(ended.is_ready() for _, ended in calls)
     assert [call.place is None for call, _ in calls] == [False, True, False, True]
-
-
-def test_padding_counts_what_is_computed_over_what_is_real():
-    stream = toy(lambda params, sample: Surrogate(params["x"] * jnp.sum(sample["s"])))
-    stream.open_group("a", 2)
-    for member, length in enumerate((3, 5)):
-        stream.complete("a", member, pad({"s": np.ones(length)}, (4, 8)))
-        stream.reward("a", member, float(member))
-    gradient, report = stream.finish()
-    assert float(gradient["x"]) == pytest.approx(0.5 * (5 - 3) / 2)
-    assert report.padded_over_real_tokens == (4 + 8) / (3 + 5)
 
 
 def test_only_the_owning_thread_may_use_a_stream():

@@ -198,7 +198,9 @@ class Ledger:
             failed_members=len(self.failures),
             invalid_rewards=reasons["invalid_reward"],
             rewards=len(self.rewards),
-            reward_mean=float(np.mean(list(self.rewards.values()) or [np.nan])),
+            # The exact sum: rewards come in any order.
+            reward_mean=math.fsum(self.rewards.values())
+            / (len(self.rewards) or math.nan),
             tokens=self._tokens(),
             denominator=denominator,
             direct=how["direct"],

@@ -157,7 +157,7 @@ class Run:
         count = sum(x.size for x in jax.tree.leaves(params))
         axes = " x ".join(f"{name} {size}" for name, size in shape.items())
         self.on_line(f"{count:,} parameters; learner on {axes}, sampler on {sampler}")
-        sums = accumulator.bytes_per_device(params, _CHANNELS, self.open_groups)
+        sums = accumulator.bytes_per_device(params) * (1 + _CHANNELS * self.open_groups)
         self.on_line(
             f"{sums / 2**20:,.1f} MiB of gradient sums per device: the batch and up to "
             f"{self.open_groups} open groups of {_CHANNELS} sums each"
@@ -212,9 +212,8 @@ def make_jobs(phase: str, step: int, tasks: Sequence[Any], members: int) -> list
 def _open_groups(config: Config, params: Tree) -> int:
     """How many groups may hold sums: what the config asks for, as far as it fits."""
     if config.release != "trajectory":
-        return config.open_groups or 0
-    one = accumulator.bytes_per_device(params, _CHANNELS, 1)
-    one -= accumulator.bytes_per_device(params, _CHANNELS, 0)
+        return config.open_groups or 1  # for comparisons with that rule
+    one = _CHANNELS * accumulator.bytes_per_device(params)
     budget = config.group_sum_bytes
     if budget is None:
         memory = jax.tree.leaves(params)[0].addressable_shards[0].device.memory_stats()

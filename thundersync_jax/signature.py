@@ -37,7 +37,7 @@ def sample_leaf(x: Any) -> Any:
 def device_leaf(x: Any) -> jax.Array:
     """An array that stays where it is. Committed: placement is part of a program."""
     x = sample_leaf(x)
-    x = x if isinstance(x, jax.Array) else jnp.asarray(x)
+    x = x if isinstance(x, jax.Array) else jax.device_put(x)
     return x if x.committed else jax.device_put(x, x.sharding)
 
 

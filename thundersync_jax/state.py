@@ -77,7 +77,7 @@ class Update:
             updates, opt_state = optimizer.update(
                 gradient, state.opt_state, state.params
             )
-            norm = optax.global_norm(gradient)
+            norm = optax.tree.norm(gradient)
             clipped = norm if clip_norm is None else jnp.minimum(norm, clip_norm)
             return State(optax.apply_updates(state.params, updates), opt_state), clipped
 

@@ -139,9 +139,7 @@ def gradient(
                 axis_size=len(samples),
             )(stacked)
         w = weights.astype(parts.dtype)
-        # Selected before the product: 0 * inf of an unused part would be NaN.
-        used = jnp.where(w != 0, parts[:, :2], 0)
-        return jnp.sum(w * used), jax.lax.stop_gradient(parts)
+        return jnp.sum(w * parts[:, :2]), jax.lax.stop_gradient(parts)
 
     grads, parts = jax.grad(loss, has_aux=True)(params)
     return grads, Evaluated(parts, _all_finite(grads))

@@ -178,8 +178,8 @@ class InProcessEngine:
         if session.tokens + new + limit > self.context_tokens:
             raise ValueError(
                 f"session {name!r} holds {session.tokens} tokens, brings {new} and "
-                f"asks for {limit} more; the context is {self.context_tokens}: shorten the "
-                "turn or raise rollout.context_tokens"
+                f"asks for {limit} more; the context is {self.context_tokens}: shorten "
+                "the turn or raise rollout.context_tokens"
             )
         if new and not 0 <= np.min(request.new_ids) <= np.max(request.new_ids) < vocab:
             raise ValueError(

@@ -43,8 +43,10 @@ class Rows(NamedTuple):
 def unstack(config, params):
     """Parameters in the compute dtype, the layers' as a list: no slices in the loop."""
     params = transformer.cast(config, params)
-    stacked = params["layers"]
-    each = [jax.tree.map(lambda x: x[i], stacked) for i in range(config.layers)]  # noqa: B023
+    each = [{} for _ in range(config.layers)]
+    for name, stacked in params["layers"].items():
+        for weights, x in zip(each, stacked, strict=True):
+            weights[name] = x
     return params | {"layers": each}
 
 
@@ -103,7 +105,6 @@ def decode(config, steps, params, cache, rows):
       The cache, ids int32[slots, steps] and log-probabilities float32[slots, steps].
       Entries after a turn's end are noise.
     """
-    rows = Rows(*(jnp.asarray(x) for x in rows))
     uniform_s = uniforms(rows.seed, rows.length + 1, steps)
 
     def step(carry, uniform):
@@ -154,12 +155,17 @@ def _write(cache, slot, position, new):
     )
 
 
+def _fold(key, word):
+    return jax.random.fold_in(key, word), None
+
+
 def uniforms(seed, position, steps):
     """float32[steps, slots] in [0, 1), from each row's seed and positions alone."""
 
     def base_key(words):
-        fold = lambda i, key: jax.random.fold_in(key, words[i])  # noqa: E731
-        return jax.lax.fori_loop(0, words.shape[0], fold, jax.random.key(0))
+        # Named, because other generators' bits depend on the rows beside them.
+        start = jax.random.key(0, impl="threefry2x32")
+        return jax.lax.scan(_fold, start, words)[0]
 
     def one(key, position):
         return jax.random.uniform(jax.random.fold_in(key, position))

@@ -34,7 +34,7 @@ def draw(
     mass = jnp.exp(scaled - highest)
     total, drawn = _invert(mass, uniform.astype(mass.dtype))
     # Running sums round, so that an inversion may step one entry aside.
-    usable = (temperature > 0) & (mass[drawn] > -1)
+    usable = (temperature > 0) & (mass[drawn] > 0)
     token = jnp.where(usable, drawn, greedy)
     return token, scaled[token] - highest - jnp.log(total)
 
