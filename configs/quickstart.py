@@ -23,7 +23,7 @@ from thundersync_jax.envs.reasoning import ReasoningOptions
 
 def get_config(variant: str | None = None) -> Config:
     return Config(
-        steps=160,
+        steps=200,
         open_groups=32,
         optim=OptimConfig(learning_rate=5e-4, warmup_steps=10),
         loss=LossConfig(advantage="mean_only"),
@@ -39,7 +39,7 @@ def get_config(variant: str | None = None) -> Config:
         ),
         env=EnvConfig(
             options=ReasoningOptions(
-                tasks=("chain_sum",), terms=(2, 2), digits=(1, 2), train_tasks=16_384
+                tasks=("chain_sum",), terms=(2, 2), digits=(2, 2), train_tasks=16_384
             ),
             tool_latency=LatencyConfig("lognormal", median_secs=0.04, sigma=0.8),
             verify_latency=LatencyConfig("lognormal", median_secs=0.02, sigma=0.8),

@@ -97,7 +97,7 @@ def get_config(variant: str | None = None) -> settings.Config:
     )
 
 
-def small(warm_start_steps: int = 15, **changes) -> settings.Config:
+def small(warm_start_steps: int = 40, **changes) -> settings.Config:
     """The same without waits, and with one program per job: compiled in a second."""
     none = settings.LatencyConfig()
     return replace(
@@ -109,8 +109,8 @@ def small(warm_start_steps: int = 15, **changes) -> settings.Config:
             "rollout.gradient_buckets": (24,),
             "mesh.rows_per_call": 1,
             "warm_start.steps": warm_start_steps,
-            "warm_start.learning_rate": 5e-2,
-            "warm_start.check_every_steps": 15,
+            "warm_start.learning_rate": 3e-2,
+            "warm_start.check_every_steps": 40,
             "warm_start.check_questions": 4,
             "evaluation.questions": 4,
         }

@@ -197,7 +197,9 @@ def test_generation_is_fast():
 
 def test_too_small_a_space_of_questions_is_refused():
     options = ReasoningOptions(("products",), (2, 2), (1, 1), 90, 20)
-    with pytest.raises(ConfigError, match=r"20 heldout questions .* gave 11 in .*fewer"):
+    with pytest.raises(
+        ConfigError, match=r"20 heldout questions .* gave 11 in .*fewer"
+    ):
         _make(options)
 
 

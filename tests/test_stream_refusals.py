@@ -71,6 +71,10 @@ MISUSE = {
         lambda s: s.complete("a", 2, {"s": 3.0}),
         ["member 2", "tokens is missing", "say how many"],
     ),
+    "tokens without a sample": (
+        lambda s: s.complete("a", 2, tokens=4),
+        ["member 2", "tokens=4", "no sample", "with it"],
+    ),
     "tokens negative": (
         lambda s: s.complete("a", 2, {"s": 3.0}, tokens=-4),
         ["tokens is -4", ">= 0"],

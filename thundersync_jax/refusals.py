@@ -122,6 +122,15 @@ def tokens(group: Hashable, member: int, value: Any, needed: bool) -> int:
     return count
 
 
+def check_no_tokens(group: Hashable, member: int, value: Any) -> None:
+    """Requires that a completion without a sample brings no tokens either."""
+    if value is not None:
+        raise ValueError(
+            f"group {group!r} member {member} completed with tokens={value!r} and no "
+            "sample; tokens are counted by sample, pass them with it"
+        )
+
+
 def check_version(group: Hashable, member: int, version: Any, expected: Any) -> None:
     """Requires the step's policy version, where both are known."""
     if None not in (version, expected) and version != expected:

@@ -95,16 +95,20 @@ class Run:
 
     def initial_params(self) -> Tree:
         """Random parameters from the seed, on the learner's mesh."""
+        return self._init(jax.random.key(self.config.seed))
+
+    @functools.cached_property
+    def _init(self) -> Callable[[jax.Array], Tree]:
+        """Compiled once: with small models it takes as long as all else together."""
         model = self.config.model
         init = functools.partial(transformer.init, model)
-        key = jax.random.key(self.config.seed)
         shardings = mesh.parameter_shardings(
             self.placement.mesh,
-            jax.eval_shape(init, key),
+            jax.eval_shape(init, jax.random.key(0)),
             transformer.logical_axes(model),
             layers.MESH_AXES,
         )
-        return jax.jit(init, out_shardings=shardings)(key)
+        return jax.jit(init, out_shardings=shardings)
 
     def publish(self, params: Tree, version: int) -> None:
         """Hands the learner's parameters to the sampler; between steps only."""
@@ -157,6 +161,8 @@ class Run:
         count = sum(x.size for x in jax.tree.leaves(params))
         axes = " x ".join(f"{name} {size}" for name, size in shape.items())
         self.on_line(f"{count:,} parameters; learner on {axes}, sampler on {sampler}")
+        if self.config.release != "trajectory":
+            return
         sums = accumulator.bytes_per_device(params) * (1 + _CHANNELS * self.open_groups)
         self.on_line(
             f"{sums / 2**20:,.1f} MiB of gradient sums per device: the batch and up to "
@@ -210,29 +216,27 @@ def make_jobs(phase: str, step: int, tasks: Sequence[Any], members: int) -> list
 
 
 def _open_groups(config: Config, params: Tree) -> int:
-    """How many groups may hold sums: what the config asks for, as far as it fits."""
-    if config.release != "trajectory":
-        return config.open_groups or 1  # for comparisons with that rule
+    """How many groups may hold sums: what the config asks for, as far as it fits.
+
+    Under batch and group release it is what comparisons with trajectory release use.
+    """
     one = _CHANNELS * accumulator.bytes_per_device(params)
     budget = config.group_sum_bytes
     if budget is None:
         memory = jax.tree.leaves(params)[0].addressable_shards[0].device.memory_stats()
         budget = int((memory or {}).get("bytes_limit", 0) * _SHARE_OF_MEMORY) or None
+    wished = config.open_groups or config.rollout.groups_per_step
     if budget is None and config.open_groups is None:
         raise ConfigError(
             "open_groups is none and the device does not tell its memory; set "
             f"open_groups, or group_sum_bytes at {one:,} bytes a group"
         )
-    groups = config.rollout.groups_per_step
-    wished = groups if config.open_groups is None else config.open_groups
-    fitting = wished if budget is None else min(wished, budget // one)
-    if fitting < 1:
+    if budget is not None and budget < one:
         raise ConfigError(
             f"group_sum_bytes is {budget:,} and the sums of one open group take "
-            f"{one:,} bytes per device; raise it, shard over mesh.fsdp or set "
-            "release=group"
+            f"{one:,} bytes per device; raise it, or shard over mesh.fsdp"
         )
-    return fitting
+    return wished if budget is None else min(wished, budget // one)
 
 
 def _fitting(tasks: TaskSet, config: Config) -> TaskSet:

@@ -44,6 +44,9 @@ _PROGRAMS: set[Hashable] = set()
 class GradientStream:
     """Collects one step and returns its gradient. One thread owns a stream.
 
+    What it refuses changes nothing and the stream goes on. An error half-way through a
+    decision, as a compilation that fails, ends it: no gradient misses a sample quietly.
+
     Args:
       surrogate: Maps (params, sample) to a `Surrogate`, or (params, frozen, sample)
         where `frozen` is given. Pass the same function object in every step: compiled
@@ -188,6 +191,7 @@ class GradientStream:
             )
         else:
             self._check_thread()
+            refusals.check_no_tokens(group, member, tokens)
             refusals.check_version(group, member, policy_version, self._version)
         close = self._schedule.complete(group, member)
         self._version = policy_version if self._version is None else self._version

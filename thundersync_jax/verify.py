@@ -133,7 +133,7 @@ def _replayed(run, params, trajectories, release, step):
         )
     rng = np.random.default_rng((run.config.seed, step))
     events = comparison.last_rewards_late(
-        trajectories, rng, window=run.config.open_groups or 1
+        trajectories, rng, window=run.open_groups
     )
     return comparison.replay(run, params, events, release)
 
