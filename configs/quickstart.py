@@ -1,6 +1,6 @@
 """A tool-using agent, trained from nothing on a laptop's CPU.
 
-    python -m thundersync_jax.train --config=configs/quickstart.py --workdir=runs/quickstart
+    python -m thundersync_jax.train --config=configs/quickstart.py --workdir=runs/qs
 
 A two-layer byte-level decoder answers arithmetic questions of reasoning-gym with a
 calculator: it has to copy the question into a tool call and the result into its answer.

@@ -256,7 +256,7 @@ def _uninterrupted(runs: Runs) -> tuple[Life, dict]:
 
 
 def kill_and_resume(kills: int, seed: int, folder: Path) -> None:
-    """Prints what happened; raises Mismatch where a run is not the uninterrupted one."""
+    """Prints what happened; raises Mismatch where a run differs from an unkilled one."""
     runs, rng = Runs(folder), random.Random(seed)
     whole, facts = _uninterrupted(runs)
     sha256, steps = whole.result["sha256"], _warm_start_steps(folder)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import signal
 import threading
 import time
@@ -570,6 +571,6 @@ def test_spans_cover_decoding_tools_and_verification():
             ("rollout", "tool"),
             ("verify", "verify"),
         ]
-        for span, following in zip(mine, mine[1:], strict=False):
+        for span, following in itertools.pairwise(mine):
             assert span.start_secs <= span.end_secs <= following.start_secs
         assert mine[-1].end_secs - mine[-1].start_secs >= 0.015

@@ -1,5 +1,6 @@
 """Which devices learn and which one samples, decided before jax starts."""
 
+import contextlib
 import os
 from typing import NamedTuple
 
@@ -26,10 +27,9 @@ def prepare(config: Config) -> None:
     mesh = config.mesh
     wanted = mesh.replica * mesh.fsdp * mesh.tensor + (mesh.sampler == "own_device")
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        try:
+        # Refused where jax runs already, with as many devices as it has.
+        with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", wanted)
-        except RuntimeError:
-            pass  # jax runs already, with as many devices as it has
     if config.model.dtype == "float64":
         jax.config.update("jax_enable_x64", True)
 

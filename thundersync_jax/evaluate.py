@@ -22,7 +22,7 @@ from thundersync_jax.intervals import wilson_interval
 from thundersync_jax.rollout.events import Completed, Failed
 from thundersync_jax.run import Run
 from thundersync_jax.step import rollouts
-from thundersync_jax.types import StopReason, Trajectory
+from thundersync_jax.types import Trajectory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,8 +118,8 @@ def evaluate(
     for k, value in result["pass_at"].items():
         display.line(f"pass@{k:<4} {100 * value:5.1f} %")
     display.line(
-        f"{result['turns_mean']:.2f} turns and {result['action_tokens_mean']:.1f} sampled "
-        "tokens per answer"
+        f"{result['turns_mean']:.2f} turns and {result['action_tokens_mean']:.1f} "
+        "sampled tokens per answer"
     )
     for reason, count in sorted(found.stop_reasons.items()):
         display.line(f"{reason:<18} {count:5d}")

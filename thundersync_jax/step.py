@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from thundersync_jax.errors import StreamError
 from thundersync_jax.learner_clock import Totals
 from thundersync_jax.ledger import Report
@@ -104,6 +106,29 @@ def run_step(
         start_secs=start,
         last_reward_secs=last_reward,
     )
+
+
+def compile_all(run: Run, params: Tree, version: int) -> None:
+    """Compiles every gradient program that a step may need, so that none has to wait.
+
+    Two made-up members per length bucket, one streamed and one direct; their weights
+    are 0, the gradient is dropped.
+    """
+    buckets = run.config.rollout.gradient_buckets
+    for rows in dict.fromkeys((1, run.config.mesh.rows_per_call)):
+        # The first member streams, the second is final. A full call is never streamed.
+        release = "trajectory" if rows == 1 else "batch"
+        stream = run.new_stream(params, version, release, rows)
+        for length in buckets:
+            arrays = {
+                "tokens": np.zeros(length, np.int32),
+                "weights": np.zeros(length, np.float32),
+            }
+            stream.open_group(length, members=2)
+            for member in range(2):
+                stream.complete(length, member, arrays, tokens=1)
+                stream.reward(length, member, float(member))
+        stream.finish()
 
 
 def rollouts(

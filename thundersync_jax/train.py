@@ -3,8 +3,8 @@
     python -m thundersync_jax.train --config=configs/quickstart.py --workdir=DIR
 
 The same command again resumes. A step whose gradient is exactly zero (nothing kept, or
-all rewards of every group equal) updates nothing: parameters, optimizer state and policy
-version stay, the step counts.
+all rewards of every group equal) updates nothing: parameters, optimizer state and
+policy version stay, the step counts.
 """
 
 import time
@@ -24,11 +24,19 @@ from thundersync_jax.metrics import Metrics, read
 from thundersync_jax.progress import RunProgress
 from thundersync_jax.records import write_rollouts
 from thundersync_jax.run import Factory, Run
-from thundersync_jax.step import Step, run_step
+from thundersync_jax.step import Step, compile_all, run_step
 from thundersync_jax.timeline import write_chrome_trace
 from thundersync_jax.timing import StepTiming, step_timing
 from thundersync_jax.warm_start import POLICY_VERSION, warm_start
 from thundersync_jax.workdir import RESULT_FILE, claim, save_result, saved_result
+
+# Metrics that are fields of the stream's report.
+_FROM_REPORT = (
+    *("reward_mean", "loss", "gradient_norm", "tokens", "streamed_share", "compiles"),
+    *("kept_groups", "dropped_groups", "short_groups", "uniform_groups"),
+    *("kept_members", "failed_members", "invalid_rewards"),
+    *("direct", "streamed", "waited", "skipped"),
+)
 
 
 def train(
@@ -66,6 +74,7 @@ def train(
         update = state.Update(run.optimizer, config.optim.clip_norm, now)
         version = facts["version"]
         run.publish(now.params, version)
+        compile_all(run, now.params, version)
         progress = RunProgress(config.steps, steps_done=start)
         with Metrics(workdir, resume_step=start + bool(start)) as metrics:
             if not start:
@@ -73,7 +82,7 @@ def train(
                 metrics.write(0, {**_heldout(found), "elapsed_secs": clock.secs})
             for step in range(start, config.steps):
                 with display.live(progress.title):
-                    done, now, version, scalars = _step(
+                    now, version, scalars = _step(
                         run, display, progress, update, now, version, step
                     )
                 if _due(step + 1, config.evaluation.every_steps, config.steps):
@@ -111,7 +120,7 @@ def _step(run, display, progress, update, now, version, step):
     timing = step_timing(spans, done.start_secs, end, run.config.mesh.replica)
     scalars = _scalars(run.config, done, timing, sampled_by, float(clipped))
     display.row(_row(run.config, done, scalars, step))
-    return done, now, version, scalars
+    return now, version, scalars
 
 
 def _scalars(
@@ -119,12 +128,7 @@ def _scalars(
 ) -> dict[str, float]:
     report, trajectories = done.report, done.trajectories
     rewards = [t.reward for t in trajectories if t.reward is not None]
-    names = (
-        "reward_mean loss gradient_norm tokens kept_groups dropped_groups short_groups "
-        "uniform_groups kept_members failed_members invalid_rewards direct streamed "
-        "streamed_share waited skipped compiles"
-    ).split()
-    return {name: getattr(report, name) for name in names} | {
+    return {name: getattr(report, name) for name in _FROM_REPORT} | {
         "step_secs": timing.step_secs,
         "rollout_secs": timing.rollout_secs,
         "learner_secs": timing.learner_secs,

@@ -64,8 +64,8 @@ def verify(
     unknown = [name for name in releases if name not in RELEASES]
     if unknown or "batch" not in releases or steps < 1:
         raise ConfigError(
-            f"--releases is {','.join(releases)} with --steps {steps}; expected at least "
-            f"1 step and rules among {', '.join(RELEASES)}, batch included."
+            f"--releases is {','.join(releases)} with --steps {steps}; expected at "
+            f"least 1 step and rules among {', '.join(RELEASES)}, batch included."
         )
     display = Display()
     variants = [_Variant(release) for release in releases]
@@ -99,8 +99,8 @@ def verify(
                     streamed.append(found.report.streamed_share)
                 variant.state, _ = update(_copy(now), found.gradient)
                 display.line(
-                    f"step {step + 1}  {variant.release:<10}  difference {difference:.2e}"
-                    f"  control {control:.2e}  streamed share "
+                    f"step {step + 1}  {variant.release:<10}  difference "
+                    f"{difference:.2e}  control {control:.2e}  streamed share "
                     f"{found.report.streamed_share:.2f}"
                 )
             now, _ = update(now, batch.gradient)
@@ -132,9 +132,7 @@ def _replayed(run, params, trajectories, release, step):
             run, params, comparison.in_order(trajectories), release
         )
     rng = np.random.default_rng((run.config.seed, step))
-    events = comparison.last_rewards_late(
-        trajectories, rng, window=run.open_groups
-    )
+    events = comparison.last_rewards_late(trajectories, rng, window=run.open_groups)
     return comparison.replay(run, params, events, release)
 
 

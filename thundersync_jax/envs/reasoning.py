@@ -180,10 +180,10 @@ def _draw(
                 break
         else:
             raise ConfigError(
-                f"env.options asks for {share} {stream.split()[0]} questions of {name}, "
-                f"but terms {options.terms} and digits {options.digits} gave "
-                f"{len(column)} in {_DRAWS_PER_QUESTION * share} draws; allow more terms "
-                "or digits, or ask for fewer questions."
+                f"env.options asks for {share} {stream.split()[0]} questions of "
+                f"{name}, but terms {options.terms} and digits {options.digits} gave "
+                f"{len(column)} in {_DRAWS_PER_QUESTION * share} draws; allow more "
+                "terms or digits, or ask for fewer questions."
             )
         columns.append(column.values())
     rows = itertools.zip_longest(*columns)
