@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from thundersync_jax import run, state, task_order, train
+from thundersync_jax import evaluate, run, state, task_order, train
 from thundersync_jax.checkpoint import Checkpoints, sha256
 from thundersync_jax.config import OptimConfig
 from thundersync_jax.errors import ConfigError
@@ -21,11 +21,9 @@ STEPS, GROUPS, SIZE, TASKS = 10, 3, 4, 8
 SAVED_EVERY, EVALUATED_EVERY = 3, 5
 STOPPED_IN, STOPPED_AFTER = 5, 5  # a step, and how many of its verdicts
 
-# bfloat16 activations: masters that went through them would not be the same.
 CONFIG = echo_task.small(
     **{
         "steps": STEPS,
-        "model.dtype": "bfloat16",
         "rollout.groups_per_step": GROUPS,
         "rollout.group_size": SIZE,
         "rollout.failed_share_limit": 1.0,
@@ -100,8 +98,7 @@ def recorded(workdir, step):
 
 
 def test_stopped_run_ends_with_the_bits_of_a_whole_one(whole, resumed):
-    """Sums of the cut step were lost or counted twice; float32 masters were rebuilt
-    from bfloat16 ones (TensorAuto/OpenTau#185)."""
+    """Sums of the step that was cut were lost, or counted twice."""
     assert resumed[1]["sha256"] == whole[1]["sha256"]
     assert resumed[1]["heldout_success"] == whole[1]["heldout_success"]
 
@@ -191,8 +188,21 @@ def test_finished_run_only_says_its_result_again(whole, monkeypatch):
 
 def test_another_config_is_refused_where_a_run_was(whole, monkeypatch):
     changed = echo_task.replace(CONFIG, {"optim.learning_rate": 0.5})
-    with pytest.raises(ConfigError, match="optim.learning_rate"):
+    with pytest.raises(ConfigError, match=r"optim\.learning_rate"):
         train.train(changed, whole[0], environment=breaking)
+
+
+def test_masters_are_float32_whatever_the_activations(tmp_path):
+    """float32 masters were rebuilt from bfloat16 ones (TensorAuto/OpenTau#185)."""
+    config = echo_task.replace(CONFIG, {"model.dtype": "bfloat16"})
+    with run.Run(config, tmp_path, breaking) as built:
+        params = jax.tree.map(lambda x: x * 0 + 1.001, built.initial_params())
+        with Checkpoints(tmp_path / "checkpoints", keep=1) as checkpoints:
+            checkpoints.save(1, state.init(built.optimizer, params), {})
+        step, found = evaluate.newest_policy(built)
+    assert step == 1
+    for x in jax.tree.leaves(found):
+        np.testing.assert_array_equal(np.asarray(x), np.float32(1.001))
 
 
 def test_warm_start_goes_on_where_it_was(folder, whole):

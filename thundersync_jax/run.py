@@ -12,21 +12,27 @@ from typing import Any
 
 import jax
 
-from thundersync_jax import accumulator, buckets, devices, mesh, state, task_order
-from thundersync_jax.config import Config, LossConfig
+from thundersync_jax import (
+    accumulator,
+    buckets,
+    devices,
+    mesh,
+    objective,
+    state,
+    task_order,
+)
+from thundersync_jax.config import Config
 from thundersync_jax.envs.base import Environment, TaskSet, check_split, load_factory
 from thundersync_jax.envs.latency import WithLatency
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.learner_clock import LearnerClock
 from thundersync_jax.models import layers, transformer
 from thundersync_jax.models.decode import InProcessEngine
-from thundersync_jax.ops import advantages, losses
 from thundersync_jax.rollout import render
 from thundersync_jax.rollout.agent import PHASES
 from thundersync_jax.rollout.events import Job
 from thundersync_jax.rollout.pool import RolloutPool
 from thundersync_jax.stream import GradientStream
-from thundersync_jax.surrogate import Surrogate
 from thundersync_jax.timeline import Timeline
 from thundersync_jax.types import Trajectory, TrajectoryKey
 
@@ -61,8 +67,10 @@ class Run:
         devices.prepare(config)
         self.placement = devices.place(config.mesh)
         self.optimizer = state.make_optimizer(config.optim)
-        self.surrogate = policy_surrogate(config)
-        self.estimator = make_estimator(config.loss)
+        self.surrogate = objective.policy_surrogate(
+            config.model, config.rollout.temperature
+        )
+        self.estimator = objective.estimator(config.loss)
         self.timeline = Timeline()
         self.clock = LearnerClock(self.timeline.add)
         params = self.initial_params()
@@ -123,7 +131,7 @@ class Run:
             self.surrogate,
             params,
             estimator=self.estimator,
-            denominator=denominator(config.loss),
+            denominator=objective.denominator(config.loss),
             release=release or config.release,
             open_groups=self.open_groups,
             partial_groups=config.partial_groups,
@@ -135,12 +143,8 @@ class Run:
 
     def sample(self, trajectory: Trajectory) -> buckets.Padded:
         """What the surrogate sees of a trajectory."""
-        loss = self.config.loss
-        weights = losses.token_weights(
-            trajectory.loss_mask, loss.aggregation, loss.constant
-        )
-        arrays = {"tokens": trajectory.ids, "weights": weights}
-        return buckets.pad(arrays, self.config.rollout.gradient_buckets)
+        lengths = self.config.rollout.gradient_buckets
+        return objective.sample(trajectory, self.config.loss, lengths)
 
     def train_jobs(self, step: int) -> list[Job]:
         """The rollouts of a training step: each of its tasks `group_size` times."""
@@ -176,34 +180,6 @@ class Run:
             return environment
         seed = (self.config.seed, PHASES[key.phase], key.step, key.group, key.member)
         return WithLatency(environment, env.tool_latency, env.verify_latency, seed)
-
-
-def policy_surrogate(config: Config) -> Callable[[Tree, Tree], Surrogate]:
-    """The policy-gradient surrogate of a config's model, at its temperature."""
-    model, temperature = config.model, config.rollout.temperature
-
-    def surrogate(params, sample):
-        logprobs = transformer.surrogate_logprobs(
-            model, params, sample["tokens"], temperature
-        )
-        return Surrogate(weighted=losses.policy_gradient(logprobs, sample["weights"]))
-
-    return surrogate
-
-
-def make_estimator(loss: LossConfig) -> advantages.Estimator:
-    """The group advantage that a config names."""
-    if loss.advantage == "mean_std":
-        return advantages.mean_std(loss.std_ddof, loss.std_eps)
-    return {
-        "mean_only": advantages.mean_only,
-        "leave_one_out": advantages.leave_one_out,
-    }[loss.advantage]()
-
-
-def denominator(loss: LossConfig) -> str:
-    """Z of an aggregation; README has the table."""
-    return "tokens" if loss.aggregation == "token_mean" else "trajectories"
 
 
 def make_jobs(phase: str, step: int, tasks: Sequence[Any], members: int) -> list[Job]:

@@ -36,6 +36,7 @@ class Step:
       report: Likewise.
       trajectories: Of all members, failed ones included where they have tokens, in
         (group, member) order.
+      failures: Members without a verdict, and why, as they came.
       advantages: By (group, member), of the members that count.
       rewarded_secs: By (group, member), when the verdict came in, on the monotonic
         clock.
@@ -46,6 +47,7 @@ class Step:
     gradient: Tree
     report: Report
     trajectories: list[Trajectory]
+    failures: list[Failed]
     advantages: dict[tuple[int, int], float]
     rewarded_secs: dict[tuple[int, int], float]
     start_secs: float
@@ -101,6 +103,7 @@ def run_step(
         gradient=gradient,
         report=report,
         trajectories=[trajectories[place] for place in sorted(trajectories)],
+        failures=failures,
         advantages=stream.advantages,
         rewarded_secs=rewarded,
         start_secs=start,
@@ -171,7 +174,10 @@ def _tell(run: Run, stream: GradientStream, event: Event) -> None:
     elif isinstance(event, Rewarded):
         stream.reward(group, member, event.reward)
     else:
-        stream.fail(group, member, event.stop_reason.value)
+        try:
+            stream.fail(group, member, event.stop_reason.value)
+        except StreamError as error:
+            raise StreamError(f"{error}; {event.key}: {event.reason}") from error
 
 
 def _count(progress: Progress, event: Event, now: Totals, before: Totals) -> None:

@@ -30,6 +30,7 @@ from thundersync_jax.timing import StepTiming, step_timing
 from thundersync_jax.warm_start import POLICY_VERSION, warm_start
 from thundersync_jax.workdir import RESULT_FILE, claim, save_result, saved_result
 
+_SHOWN_FAILURES = 3  # of a step; its trajectories' file has all
 # Metrics that are fields of the stream's report.
 _FROM_REPORT = (
     *("reward_mean", "loss", "gradient_norm", "tokens", "streamed_share", "compiles"),
@@ -120,6 +121,8 @@ def _step(run, display, progress, update, now, version, step):
     timing = step_timing(spans, done.start_secs, end, run.config.mesh.replica)
     scalars = _scalars(run.config, done, timing, sampled_by, float(clipped))
     display.row(_row(run.config, done, scalars, step))
+    for failed in done.failures[:_SHOWN_FAILURES]:
+        display.line(f"{failed.key}: {failed.stop_reason.value}: {failed.reason}")
     return now, version, scalars
 
 
