@@ -45,7 +45,11 @@ def get_config(variant: str | None = None) -> Config:
             verify_latency=LatencyConfig("lognormal", median_secs=0.02, sigma=0.8),
         ),
         warm_start=WarmStartConfig(
-            steps=600, learning_rate=1.5e-3, check_every_steps=5, check_questions=240
+            steps=600,
+            learning_rate=1.5e-3,
+            target_success=0.43,
+            check_every_steps=5,
+            check_questions=240,
         ),
         evaluation=EvaluationConfig(questions=480, every_steps=20),
         checkpoint=CheckpointConfig(every_steps=20),

@@ -61,9 +61,9 @@ def make(env: settings.EnvConfig, seed: int) -> TaskSet:
 
 
 def get_config(variant: str | None = None) -> settings.Config:
-    waits = settings.LatencyConfig("lognormal", median_secs=0.005, sigma=1.0)
+    waits = settings.LatencyConfig("lognormal", median_secs=0.01, sigma=1.0)
     return settings.Config(
-        steps=6,
+        steps=12,
         release="batch",
         env=settings.EnvConfig(
             factory=f"{__name__}:make", tool_latency=waits, verify_latency=waits
@@ -107,7 +107,7 @@ def small(warm_start_steps: int = 40, **changes) -> settings.Config:
             "env.verify_latency": none,
             "rollout.prefill_buckets": (24,),
             "rollout.gradient_buckets": (24,),
-            "mesh.rows_per_call": 1,
+            "mesh.rows_per_call": 2,
             "warm_start.steps": warm_start_steps,
             "warm_start.learning_rate": 3e-2,
             "warm_start.check_every_steps": 40,

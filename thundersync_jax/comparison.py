@@ -178,6 +178,8 @@ def _predicted(step: Step, spans: Sequence[Span], release: str) -> float:
     arrivals = release_times(step.rewarded_secs, release)
     work = sum(s.end_secs - s.start_secs for s in spans if s.track == "learner")
     times = [secs - step.start_secs for secs in arrivals.values()]
+    if not times:  # every trajectory failed
+        return step.last_reward_secs - step.start_secs
     return predicted_step_secs(times, [work / len(times)] * len(times), 0.0)
 
 

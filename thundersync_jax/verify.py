@@ -41,7 +41,7 @@ class _Variant:
     """One release rule with a state of its own, for its checksum."""
 
     release: str
-    state: state.State | None = None
+    updated: state.State | None = None
     difference: float = 0.0
     updated_difference: float = 0.0
 
@@ -97,7 +97,7 @@ def verify(
                 variant.difference = max(variant.difference, difference)
                 if variant.release == "trajectory":
                     streamed.append(found.report.streamed_share)
-                variant.state, _ = update(_copy(now), found.gradient)
+                variant.updated, _ = update(_copy(now), found.gradient)
                 display.line(
                     f"step {step + 1}  {variant.release:<10}  difference "
                     f"{difference:.2e}  control {control:.2e}  streamed share "
@@ -106,7 +106,7 @@ def verify(
             now, _ = update(now, batch.gradient)
         for variant in variants:
             variant.updated_difference = comparison.relative_difference(
-                variant.state.params, now.params
+                variant.updated.params, now.params
             )
     result = _judge(variants, controls, nonzero, streamed, norms, steps)
     _print(display, variants, result)
@@ -139,7 +139,7 @@ def _replayed(run, params, trajectories, release, step):
 def _judge(variants, controls, nonzero, streamed, norms, steps) -> dict[str, Any]:
     largest = max(variant.difference for variant in variants)
     control = min(controls)
-    hashes = {variant.release: sha256(variant.state) for variant in variants}
+    hashes = {variant.release: sha256(variant.updated) for variant in variants}
     untested = []
     if min(nonzero) < 0.5:
         untested.append(f"only {min(nonzero):.0%} of groups have an advantage")

@@ -24,7 +24,7 @@ from thundersync_jax.rollout.engine import Request, Response
 LEAST_SLOTS = 4  # below it the CPU's matrix products treat rows differently
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class _Session:
     """One trajectory: its place, and its turn while one is being sampled."""
 
