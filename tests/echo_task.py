@@ -105,6 +105,7 @@ def small(warm_start_steps: int = 40, **changes) -> settings.Config:
         {
             "env.tool_latency": none,
             "env.verify_latency": none,
+            "rollout.temperature": 0.7,
             "rollout.prefill_buckets": (24,),
             "rollout.gradient_buckets": (24,),
             "mesh.rows_per_call": 2,

@@ -25,11 +25,19 @@ import tempfile
 import time
 from pathlib import Path
 
+import echo_task
+
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = Path(__file__).with_name("echo_task.py")
 UNFINISHED = ".orbax-checkpoint-tmp"  # ends the name of a save that has not ended
+SETTINGS = echo_task.get_config()
+STEPS, EVALUATED_EVERY = SETTINGS.steps, SETTINGS.evaluation.every_steps
 LOOK_SECS = 0.004
 LIMIT_SECS = 300.0  # of one process
+# A line that says that something was done since the process started.
+PROGRESS = re.compile(
+    r"^(warm start  step|after the warm start| +\d+/\d+ )", re.MULTILINE
+)
 MEASURED = re.compile("_secs$|^learner_busy_share$|^compiles$")  # differ between lives
 
 
@@ -39,7 +47,7 @@ class Mismatch(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Moment:
-    """When to kill: a time after the start or the first line, or at the n-th save."""
+    """When to kill: a time after the start or the first progress, or in the n-th save."""
 
     kind: str  # "start", "time" or "save"
     secs: float = 0.0
@@ -54,7 +62,8 @@ class Life:
     status: int
     output: str
     errors: str
-    first_line_secs: float
+    started_secs: float  # until the first progress
+    trained_secs: float  # until the last step
     secs: float
 
     @property
@@ -90,7 +99,7 @@ class Runs:
                 start_new_session=True,
             )  # fmt: skip
             try:
-                killed, first, secs = _watch(process, workdir, output, moment)
+                times = _watch(process, workdir, output, moment)
             finally:
                 if process.poll() is None:
                     process.kill()
@@ -98,34 +107,37 @@ class Runs:
         if _group_exists(process.pid):
             raise Mismatch("the command left processes behind")
         texts = output.read_text(), errors.read_text()
-        return Life(killed, process.returncode, *texts, first, secs)
+        killed = process.returncode == -signal.SIGKILL
+        return Life(killed, process.returncode, *texts, *times)
 
 
 def _watch(process, workdir, output, moment):
-    """Waits for the end or the moment; returns (killed, first line's, all) seconds."""
-    start = time.monotonic()
-    first, saves = None, set()
+    """Waits for the end or the moment; returns the times of a `Life`."""
+    start, now = time.monotonic(), 0.0
+    started, trained, read, saves = None, None, 0, set()
+    last = workdir / "checkpoints" / str(STEPS)
     while process.poll() is None:
+        time.sleep(LOOK_SECS)
         now = time.monotonic() - start
         if now > LIMIT_SECS:
             raise Mismatch(f"the command did not end within {LIMIT_SECS:g} s")
-        if first is None and output.stat().st_size:
-            first = now
+        if started is None and output.stat().st_size > read:
+            read = output.stat().st_size
+            started = now if PROGRESS.search(output.read_text()) else None
+        if trained is None and last.exists():
+            trained = now
         if moment is None:
-            time.sleep(LOOK_SECS)
             continue
         saves |= set(_unfinished(workdir))
         due = {
             "start": now >= moment.secs,
-            "time": first is not None and now - first >= moment.secs,
+            "time": started is not None and now - started >= moment.secs,
             "save": len(saves) >= moment.save > 0,
         }
         if due[moment.kind]:
             process.send_signal(signal.SIGKILL)
             process.wait()
-            return process.returncode == -signal.SIGKILL, first or now, now
-        time.sleep(LOOK_SECS)
-    return False, first or 0.0, time.monotonic() - start
+    return started or now, trained or now, now
 
 
 def _saves(workdir: Path) -> list[Path]:
@@ -163,23 +175,21 @@ def _phase(life: Life, workdir: Path) -> str:
     """What a killed process was busy with, from what it left."""
     if _unfinished(workdir):
         return "saving"
-    if "warm start" not in life.output and "resumed" not in life.output:
+    if (workdir / "checkpoints" / str(STEPS)).exists():
+        return "closing"
+    if not PROGRESS.search(life.output):
         return "start-up"
-    rows = re.findall(r"^ +(\d+)/(\d+) |^(held-out )", life.output, re.MULTILINE)
+    rows = re.findall(r"^ +(\d+)/\d+ |^(after|held)", life.output, re.MULTILINE)
     if not rows:
-        lines = life.output.splitlines()
-        trained = [line for line in lines if line.startswith("warm start  step")]
-        return "warm start" if trained else "resuming"
-    step, steps, evaluated = rows[-1]
-    if evaluated:
-        before = [row for row in rows if row[0]]
-        return "closing" if before and before[-1][0] == before[-1][1] else "step"
-    return "evaluation" if step == steps or int(step) % 2 == 0 else "step"
+        return "warm start"
+    step, evaluated = rows[-1]
+    due = not evaluated and int(step) % EVALUATED_EVERY == 0
+    return "evaluation" if due else "step"
 
 
-def _check_resumed(life: Life, expected: str, warm_start_steps: int) -> None:
+def _check_resumed(life: Life, expected: str) -> None:
     """The newest whole checkpoint was taken, no cut-off one."""
-    if expected == f"warm start resumed after step {warm_start_steps}":
+    if expected == f"warm start resumed after step {SETTINGS.warm_start.steps}":
         expected = ""  # the warm start is done, nothing is resumed in it
     said = re.findall(r"^.*resumed after step \d+$", life.output, re.MULTILINE)
     if said != ([expected] if expected else []) and not (life.killed and not said):
@@ -218,14 +228,18 @@ def _check_finished(life: Life, workdir: Path, sha256: str, facts: dict) -> None
                 )
 
 
-def _choose(rng: random.Random, start_secs: float, run_secs: float) -> Moment:
-    """Mostly moments of a running process, spread evenly, and many inside a save."""
-    kind = rng.choices(("start", "time", "save"), weights=(1, 10, 9))[0]
+def _choose(rng: random.Random, whole: Life) -> Moment:
+    """Mostly moments of training, spread evenly, and many inside a save."""
+    kinds = {"start": 1, "training": 11, "closing": 1, "save": 7}
+    kind = rng.choices(list(kinds), list(kinds.values()))[0]
+    training_secs = whole.trained_secs - whole.started_secs
     if kind == "start":
-        return Moment(kind, rng.uniform(0, start_secs))
-    if kind == "time":
-        return Moment(kind, rng.uniform(0, run_secs))
-    return Moment(kind, save=rng.randint(1, 6))
+        return Moment("start", rng.uniform(0, whole.started_secs))
+    if kind == "training":
+        return Moment("time", rng.uniform(0, training_secs))
+    if kind == "closing":
+        return Moment("time", rng.uniform(training_secs, whole.secs))
+    return Moment("save", save=rng.randint(1, 6))
 
 
 def _check_refused(runs: Runs, workdir: Path) -> str:
@@ -259,7 +273,7 @@ def kill_and_resume(kills: int, seed: int, folder: Path) -> None:
     """Prints what happened; raises Mismatch where a run differs from an unkilled one."""
     runs, rng = Runs(folder), random.Random(seed)
     whole, facts = _uninterrupted(runs)
-    sha256, steps = whole.result["sha256"], _warm_start_steps(folder)
+    sha256 = whole.result["sha256"]
     phases, cut, killed, run, compiled = collections.Counter(), 0, 0, 0, False
     print("kill  run  moment       secs  saves cut off           then")
     while killed < kills:
@@ -268,12 +282,11 @@ def kill_and_resume(kills: int, seed: int, folder: Path) -> None:
         while True:
             moment = None
             if killed < kills:
-                run_secs = whole.secs - whole.first_line_secs
-                moment = _choose(rng, whole.first_line_secs, run_secs)
+                moment = _choose(rng, whole)
             anew = killed > 0 and not compiled and moment is None
             compiled |= anew
             life = runs.live(workdir, moment, cached=not anew)
-            _check_resumed(life, expected, steps)
+            _check_resumed(life, expected)
             if not life.killed:
                 break
             killed += 1
@@ -297,11 +310,6 @@ def kill_and_resume(kills: int, seed: int, folder: Path) -> None:
     counts = ", ".join(f"{phase} {n}" for phase, n in sorted(phases.items()))
     print(f"kills {killed} ({counts}); saves cut off {cut}, none resumed from")
     print(f"resumes {killed}, runs {run}, each step once, sha256 {sha256}")
-
-
-def _warm_start_steps(folder: Path) -> int:
-    config = json.loads((folder / "compiling" / "config.json").read_text())
-    return config["warm_start"]["steps"]
 
 
 def _group_exists(group: int) -> bool:

@@ -1,0 +1,119 @@
+"""The verify command: what it proves, and that it can fail."""
+
+import echo_task
+import jax
+import numpy as np
+import pytest
+
+from thundersync_jax import comparison
+from thundersync_jax.coefficients import Coefficients
+from thundersync_jax.errors import ConfigError
+from thundersync_jax.run import Run
+from thundersync_jax.types import StopReason, Trajectory, TrajectoryKey
+from thundersync_jax.verify import verify
+
+CONFIG = echo_task.small(**{"loss.advantage": "mean_only", "rollout.group_size": 6})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs(tmp_path_factory):
+    with echo_task.kept_programs(tmp_path_factory.getbasetemp() / "programs"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory):
+    """Holds the warm start, made by the first verify."""
+    return tmp_path_factory.mktemp("verify")
+
+
+def test_release_rules_agree_with_batch(workdir):
+    result = verify(CONFIG, workdir, steps=2)
+    assert result["passed"], result
+    assert 0 < result["max_relative_difference"] <= 1e-5
+    assert 0 < result["control_relative_difference"] <= 1e-5
+    assert result["nonzero_groups"] >= 0.5
+    assert result["streamed_share"] >= 0.5
+    assert set(result["sha256"]) == {"batch", "group", "trajectory"}
+
+
+@pytest.mark.parametrize("factor", [0.9, 1.0001])
+def test_a_wrong_baseline_fails(workdir, monkeypatch, factor):
+    right = Coefficients.close
+
+    def wrong(self, *arguments):
+        offset, scale = right(self, *arguments)
+        return np.array([offset * factor, scale])
+
+    monkeypatch.setattr(Coefficients, "close", wrong)
+    result = verify(CONFIG, workdir, steps=1)
+    assert not result["passed"]
+    assert not result["untested"]
+    assert result["max_relative_difference"] > 1e-5
+
+
+def test_without_streaming_it_is_untested(workdir, monkeypatch):
+    right = comparison.replay
+
+    def grouped(run, params, events, release, rows=0):
+        release = "group" if release == "trajectory" else release
+        return right(run, params, events, release, rows)
+
+    monkeypatch.setattr(comparison, "replay", grouped)
+    result = verify(CONFIG, workdir, steps=1)
+    assert not result["passed"]
+    assert "streamed" in result["untested"]
+
+
+def test_unknown_rules_and_missing_batch_are_refused(tmp_path):
+    for releases in (("batch", "turn"), ("group", "trajectory"), ()):
+        with pytest.raises(ConfigError, match="batch included"):
+            verify(CONFIG, tmp_path, releases=releases)
+
+
+def test_last_rewards_come_late_within_what_may_be_open():
+    """No group ends before all other members of its window are rewarded."""
+    given = [_trajectory(g, m) for g in range(6) for m in range(4)]
+    rng = np.random.default_rng(0)
+    events = comparison.last_rewards_late(given, rng, window=3)
+    assert len(events) == 2 * len(given)
+    for start in (0, 24):
+        window = events[start : start + 24]
+        early, late = window[:18], window[18:]
+        groups = {t.key.group for _, t in window}
+        assert len(groups) == 3
+        for group in groups:
+            assert len({t.key.member for _, t in early if t.key.group == group}) == 3
+            assert len({t.key.member for _, t in late if t.key.group == group}) == 1
+
+
+def test_same_ids_live_under_every_release_rule(tmp_path):
+    with Run(CONFIG, tmp_path, on_line=lambda line: None) as run:
+        lives = comparison.compare_live(run, run.initial_params(), 0, step=3)
+    batch = lives["batch"].step.trajectories
+    for live in lives.values():
+        for one, other in zip(batch, live.step.trajectories, strict=True):
+            np.testing.assert_array_equal(one.ids, other.ids)
+            np.testing.assert_array_equal(one.logprobs, other.logprobs)
+        assert live.timing.step_secs >= live.timing.rollout_secs > 0
+    assert jax.tree.all(
+        jax.tree.map(
+            lambda a, b: a.shape == b.shape,
+            lives["group"].step.gradient,
+            lives["batch"].step.gradient,
+        )
+    )
+
+
+def _trajectory(group, member):
+    ids = np.arange(3, dtype=np.int32)
+    return Trajectory(
+        key=TrajectoryKey(0, group, member),
+        ids=ids,
+        loss_mask=ids > 0,
+        logprobs=np.zeros(3, np.float32),
+        turns=1,
+        stop_reason=StopReason.FINISHED,
+        policy_version=0,
+        reward=float(member),
+    )
