@@ -23,7 +23,7 @@ from thundersync_jax.envs.reasoning import ReasoningOptions
 
 def get_config(variant: str | None = None) -> Config:
     return Config(
-        steps=200,
+        steps=160,
         open_groups=32,
         optim=OptimConfig(learning_rate=5e-4, warmup_steps=10),
         loss=LossConfig(advantage="mean_only"),
@@ -41,8 +41,8 @@ def get_config(variant: str | None = None) -> Config:
             options=ReasoningOptions(
                 tasks=("chain_sum",), terms=(2, 2), digits=(2, 2), train_tasks=16_384
             ),
-            tool_latency=LatencyConfig("lognormal", median_secs=0.04, sigma=0.8),
-            verify_latency=LatencyConfig("lognormal", median_secs=0.02, sigma=0.8),
+            tool_latency=LatencyConfig("lognormal", median_secs=0.04, sigma=1.0),
+            verify_latency=LatencyConfig("lognormal", median_secs=0.03, sigma=1.0),
         ),
         warm_start=WarmStartConfig(
             steps=600,

@@ -47,7 +47,7 @@ class Mismatch(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Moment:
-    """When to kill: a time after the start or the first progress, or in the n-th save."""
+    """When to kill: a time after the start or first progress, or in the n-th save."""
 
     kind: str  # "start", "time" or "save"
     secs: float = 0.0
@@ -270,7 +270,7 @@ def _uninterrupted(runs: Runs) -> tuple[Life, dict]:
 
 
 def kill_and_resume(kills: int, seed: int, folder: Path) -> None:
-    """Prints what happened; raises Mismatch where a run differs from an unkilled one."""
+    """Prints what happened; raises Mismatch where a run ends otherwise."""
     runs, rng = Runs(folder), random.Random(seed)
     whole, facts = _uninterrupted(runs)
     sha256 = whole.result["sha256"]

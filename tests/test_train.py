@@ -303,7 +303,7 @@ def test_straggler_costs_one_member_and_its_deadline(tmp_path, capsys):
             "partial_groups": "keep",
             "rollout.groups_per_step": 1,
             "rollout.group_size": 8,
-            "rollout.verify_timeout_secs": 1.0,
+            "rollout.verify_timeout_secs": 0.5,
         },
     )
     rewards = [1.0, 0.0, 1.0, never, 0.0, 1.0, 0.0, 1.0]
