@@ -92,7 +92,7 @@ def whole_batch(
     partial: str,
     parts: str,
 ) -> Reference:
-    """The step of DESIGN's definition, computed directly.
+    """The step by its definition, computed directly.
 
     Args:
       groups: By name.
