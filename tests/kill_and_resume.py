@@ -27,6 +27,8 @@ from pathlib import Path
 
 import echo_task
 
+from thundersync_jax.workdir import RESULT_FILE
+
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = Path(__file__).with_name("echo_task.py")
 UNFINISHED = ".orbax-checkpoint-tmp"  # ends the name of a save that has not ended
@@ -38,6 +40,7 @@ LIMIT_SECS = 300.0  # of one process
 PROGRESS = re.compile(
     r"^(warm start  step|after the warm start| +\d+/\d+ )", re.MULTILINE
 )
+SAID = re.compile(r"^.*resumed after step \d+$|^finished already", re.MULTILINE)
 MEASURED = re.compile("_secs$|^learner_busy_share$|^compiles$")  # differ between lives
 
 
@@ -156,6 +159,8 @@ def _unfinished(workdir: Path) -> list[str]:
 
 def _newest(workdir: Path) -> str:
     """The newest whole checkpoint, as the command must say that it resumes."""
+    if (workdir / RESULT_FILE).exists():  # killed on its way out
+        return "finished already"
     steps = {
         folder: [
             int(path.name)
@@ -191,7 +196,7 @@ def _check_resumed(life: Life, expected: str) -> None:
     """The newest whole checkpoint was taken, no cut-off one."""
     if expected == f"warm start resumed after step {SETTINGS.warm_start.steps}":
         expected = ""  # the warm start is done, nothing is resumed in it
-    said = re.findall(r"^.*resumed after step \d+$", life.output, re.MULTILINE)
+    said = SAID.findall(life.output)
     if said != ([expected] if expected else []) and not (life.killed and not said):
         raise Mismatch(f"expected {expected!r}, the command said {said}")
 

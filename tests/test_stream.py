@@ -206,6 +206,7 @@ def test_frozen_arrays_are_an_argument_and_get_no_gradient():
     assert len(traces) == 3
 
 
+@pytest.mark.smoke
 def test_metrics_and_loss_are_equal_under_every_release_rule():
     rng = random.Random(8)
     groups = {

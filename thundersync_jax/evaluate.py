@@ -102,7 +102,7 @@ def evaluate(
             )
         step, params = newest_policy(run)
         run.publish(params, step)
-        found = heldout(run, step, step, questions, samples)
+        found = heldout(run, step, questions, samples)
     result = {
         "step": step,
         "questions": questions,
@@ -142,21 +142,32 @@ def newest_policy(run: Run) -> tuple[int, Any]:
 
 
 def heldout(
-    run: Run, version: int, step: int, questions: int, samples: int
+    run: Run,
+    version: int,
+    questions: int,
+    samples: int,
+    phase: str = "evaluate",
+    step: int = 0,
 ) -> Evaluation:
     """Answers the first held-out questions with what the sampler holds.
+
+    Evaluations share their random numbers: two of them differ by the policy alone, and
+    by nothing where that is the same.
 
     Args:
       run: Its sampler has the parameters to evaluate.
       version: Their policy version.
-      step: Names the sampling seeds, so that evaluations differ between steps.
       questions: How many of the held-out tasks.
       samples: Answers per question.
+      phase: With `step` it names the random numbers. The warm start, which stops by
+        what it measures, has its own at every step.
+      step: See `phase`.
     """
     successes = np.zeros(questions, int)
     trajectories: dict[tuple[int, int], Trajectory] = {}
     reasons: collections.Counter[str] = collections.Counter()
-    for event in rollouts(run, run.heldout_jobs(step, questions, samples), version):
+    jobs = run.heldout_jobs(phase, step, questions, samples)
+    for event in rollouts(run, jobs, version):
         if isinstance(event, Completed):
             continue
         key, trajectory = event.key, event.trajectory

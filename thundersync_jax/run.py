@@ -155,9 +155,11 @@ class Run:
         )
         return make_jobs("train", step, chosen, rollout.group_size)
 
-    def heldout_jobs(self, step: int, questions: int, samples: int) -> list[Job]:
+    def heldout_jobs(
+        self, phase: str, step: int, questions: int, samples: int
+    ) -> list[Job]:
         """Rollouts of the first held-out questions."""
-        return make_jobs("evaluate", step, self.tasks.heldout[:questions], samples)
+        return make_jobs(phase, step, self.tasks.heldout[:questions], samples)
 
     def _introduce(self, params: Tree) -> None:
         """Says what runs where, and what streaming costs in memory."""

@@ -167,7 +167,7 @@ def _row(config: Config, done: Step, scalars: dict[str, float], step: int) -> St
 
 def _evaluate(run, display, version, step, label) -> Evaluation:
     settings = run.config.evaluation
-    found = heldout(run, version, step, settings.questions, settings.samples)
+    found = heldout(run, version, settings.questions, settings.samples)
     display.evaluation(label, int(found.successes.sum()), found.answers)
     if found.trajectories:
         display.sample(found.trajectories[step % len(found.trajectories)])

@@ -146,6 +146,5 @@ def supervised_update(config: Config, optimizer: optax.GradientTransformation):
 
 
 def _check(run: Run, step: int) -> Evaluation:
-    return heldout(
-        run, POLICY_VERSION, step, run.config.warm_start.check_questions, samples=1
-    )
+    questions = run.config.warm_start.check_questions
+    return heldout(run, POLICY_VERSION, questions, 1, phase="warm_start", step=step)
