@@ -106,7 +106,7 @@ def sampler(trained):
         like = state.init(built.optimizer, built.initial_params())
         with Checkpoints(workdir / "checkpoints") as checkpoints:
             now, _ = checkpoints.restore(1, like)
-    return config, now.params, rollouts_of(workdir, 1)
+    return config, now.params, rollouts_of(workdir, 2)
 
 
 def trainer_logprobs(config, params, trajectories, temperature):
@@ -176,7 +176,7 @@ def test_no_trajectory_is_stale(trained):
     """Two policy versions met in one group after a late sync."""
     _, workdir, _ = trained
     updates = 0
-    for step, row in enumerate(read(workdir)[1:]):
+    for step, row in enumerate(read(workdir)[1:], start=1):
         assert row["staleness_max"] == 0
         versions = {r.trajectory.policy_version for r in rollouts_of(workdir, step)}
         assert versions == {updates} == {row["policy_version"]}
@@ -219,7 +219,7 @@ def test_release_rules_sample_the_same_ids(trained, tmp_path):
         params = built.initial_params()
         for release in ("batch", "group", "trajectory"):
             stream = built.new_stream(params, 0, release)
-            done = run_step(built, stream, built.train_jobs(0), 0)
+            done = run_step(built, stream, built.train_jobs(1), 0)
             found[release] = {t.key: t.ids.tolist() for t in done.trajectories}
     assert found["batch"] == found["group"] == found["trajectory"]
     ids = [tuple(ids) for ids in found["batch"].values()]
@@ -228,18 +228,12 @@ def test_release_rules_sample_the_same_ids(trained, tmp_path):
 
 WORDS = echo_task.tasks().train[:4]
 BROKEN = ConnectionError("the grader is away")
-MIXED = dict(
-    zip(
-        WORDS,
-        [
-            [1.0, 0.0, 1.0, BROKEN],
-            [1.0, None, 0.0, 1.0],
-            [math.inf, 0.0, 0.0, 0.0],
-            [1.0, 0.0, 1.0, 0.0],
-        ],
-        strict=True,
-    )
-)
+MIXED = {
+    WORDS[0]: [1.0, 0.0, 1.0, BROKEN],
+    WORDS[1]: [1.0, None, 0.0, 1.0],
+    WORDS[2]: [math.inf, 0.0, 0.0, 0.0],
+    WORDS[3]: [1.0, 0.0, 1.0, 0.0],
+}
 
 
 @pytest.mark.parametrize("policy", ["keep", "drop"])
@@ -252,7 +246,7 @@ def test_groups_with_failed_members_follow_the_policy(policy, tmp_path, capsys):
     result = train.train(config, tmp_path, environment=scripted(MIXED, WORDS))
     row = read(tmp_path)[1]
     found = collections.defaultdict(dict)
-    for record in rollouts_of(tmp_path, 0):
+    for record in rollouts_of(tmp_path, 1):
         word = tokenizer.decode(record.prompt_ids[1:-1])
         found[word][record.trajectory.key.member] = record.advantage
     assert found[WORDS[3]] == {0: 0.5, 1: -0.5, 2: 0.5, 3: -0.5}
@@ -312,7 +306,7 @@ def test_straggler_costs_one_member_and_its_deadline(tmp_path, capsys):
     assert row["step_secs"] < 3.0
     assert (row["kept_members"], row["failed_members"]) == (7, 1)
     said = capsys.readouterr().out
-    assert "train step 0 group 0 member 3: timeout: verify() was stopped at its" in said
+    assert "train step 1 group 0 member 3: timeout: verify() was stopped at its" in said
 
 
 @pytest.mark.parametrize("case", ["all right", "all failed"])

@@ -147,11 +147,11 @@ class Run:
         return objective.sample(trajectory, self.config.loss, lengths)
 
     def train_jobs(self, step: int) -> list[Job]:
-        """The rollouts of a training step: each of its tasks `group_size` times."""
+        """The rollouts of a step, counted from 1: each task `group_size` times."""
         rollout = self.config.rollout
         groups = rollout.groups_per_step
         chosen = task_order.take(
-            self.tasks.train, self.config.seed, step * groups, groups
+            self.tasks.train, self.config.seed, (step - 1) * groups, groups
         )
         return make_jobs("train", step, chosen, rollout.group_size)
 

@@ -15,7 +15,7 @@ def take(tasks: Sequence[Any], seed: int, start: int, count: int) -> list[Any]:
     Args:
       tasks: At least one.
       seed: Of the run.
-      start: Position of the first, usually step * groups_per_step.
+      start: Position of the first, usually (step - 1) * groups_per_step.
       count: How many.
     """
     chosen, orders = [], {}

@@ -81,18 +81,18 @@ def train(
             if not start:
                 found = _evaluate(run, display, version, 0, "after the warm start")
                 metrics.write(0, {**_heldout(found), "elapsed_secs": clock.secs})
-            for step in range(start, config.steps):
+            for step in range(start + 1, config.steps + 1):
                 with display.live(progress.title):
                     now, version, scalars = _step(
                         run, display, progress, update, now, version, step
                     )
-                if _due(step + 1, config.evaluation.every_steps, config.steps):
-                    found = _evaluate(run, display, version, step + 1, "held-out")
+                if _due(step, config.evaluation.every_steps, config.steps):
+                    found = _evaluate(run, display, version, step, "held-out")
                     scalars |= _heldout(found)
-                metrics.write(step + 1, scalars | {"elapsed_secs": clock.secs})
-                if _due(step + 1, config.checkpoint.every_steps, config.steps):
+                metrics.write(step, scalars | {"elapsed_secs": clock.secs})
+                if _due(step, config.checkpoint.every_steps, config.steps):
                     facts = {"version": version, "elapsed_secs": clock.secs}
-                    checkpoints.save(step + 1, now, facts)
+                    checkpoints.save(step, now, facts)
         checkpoints.wait()
         _close(run, display, now, version, warm.history)
         result = _result(run, now, version, clock.secs)
@@ -137,19 +137,21 @@ def _scalars(
         "learner_secs": timing.learner_secs,
         "learner_busy_share": 1.0 - timing.idle_fraction,
         "tail_secs": timing.tail_secs,
-        "success_share": float(np.mean([r == 1.0 for r in rewards] or [np.nan])),
+        "success_share": _mean([r == 1.0 for r in rewards]),
         "gradient_norm_clipped": clipped,
         "learning_rate": float(state.learning_rate(config.optim, version)),
-        "action_tokens_mean": float(np.mean([t.action_tokens for t in trajectories])),
-        "turns_mean": float(np.mean([t.turns for t in trajectories])),
+        "action_tokens_mean": _mean([t.action_tokens for t in trajectories]),
+        "turns_mean": _mean([t.turns for t in trajectories]),
         "policy_version": version,
-        "staleness_max": max(version - t.policy_version for t in trajectories),
+        "staleness_max": max(
+            (version - t.policy_version for t in trajectories), default=0
+        ),
     }
 
 
 def _row(config: Config, done: Step, scalars: dict[str, float], step: int) -> StepRow:
     return StepRow(
-        step=step + 1,
+        step=step,
         steps=config.steps,
         reward=scalars["reward_mean"],
         success=scalars["success_share"],
@@ -185,7 +187,7 @@ def _heldout(found: Evaluation) -> dict[str, float]:
 
 def _close(run: Run, display: Display, now: state.State, version: int, warm) -> None:
     """One more step under every release rule, as a table and as pictures."""
-    step = run.config.steps
+    step = run.config.steps + 1
     lives = comparison.compare_live(run, now.params, version, step)
     batch = lives["batch"].step
     control = None
@@ -257,6 +259,10 @@ class _Clock:
     @property
     def secs(self) -> float:
         return time.monotonic() - self._origin
+
+
+def _mean(values: list[float]) -> float:
+    return float(np.mean(values or [np.nan]))
 
 
 def _due(step: int, every: int, last: int) -> bool:

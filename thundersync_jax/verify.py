@@ -75,8 +75,8 @@ def verify(
             params = warm_start(run, run.initial_params(), checkpoints).params
         now = state.init(run.optimizer, params)
         update = state.Update(run.optimizer, config.optim.clip_norm, now)
-        for step in range(steps):
-            run.publish(now.params, POLICY_VERSION + step)
+        for step in range(1, steps + 1):
+            run.publish(now.params, _version(step))
             trajectories = _sample(run, step)
             batch = comparison.replay(
                 run, now.params, comparison.in_order(trajectories), "batch"
@@ -99,7 +99,7 @@ def verify(
                     streamed.append(found.report.streamed_share)
                 variant.updated, _ = update(_copy(now), found.gradient)
                 display.line(
-                    f"step {step + 1}  {variant.release:<10}  difference "
+                    f"step {step}  {variant.release:<10}  difference "
                     f"{difference:.2e}  control {control:.2e}  streamed share "
                     f"{found.report.streamed_share:.2f}"
                 )
@@ -115,7 +115,7 @@ def verify(
 
 def _sample(run: Run, step: int) -> list[Trajectory]:
     """The step's trajectories, rolled out once; failed ones as they failed."""
-    jobs, version = run.train_jobs(step), POLICY_VERSION + step
+    jobs, version = run.train_jobs(step), _version(step)
     events = [e for e in rollouts(run, jobs, version) if not isinstance(e, Completed)]
     missing = [str(e.key) for e in events if e.trajectory is None]
     if missing:
@@ -176,6 +176,10 @@ def _print(display: Display, variants: Sequence[_Variant], result: dict[str, Any
     if result["untested"]:
         verdict = f"FAILED as untested: {result['untested']}"
     display.line(f"{result['steps']} steps at equal points: {verdict}")
+
+
+def _version(step: int) -> int:
+    return POLICY_VERSION + step - 1
 
 
 def _copy(tree: Tree) -> Tree:

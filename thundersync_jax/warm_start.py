@@ -88,7 +88,7 @@ def warm_start(run: Run, params: Tree, checkpoints: Checkpoints) -> WarmStart:
         if not facts["done"]:
             run.on_line(f"warm start resumed after step {start}")
     origin = time.monotonic() - facts["elapsed_secs"]
-    update = supervised_update(run.config, optimizer)
+    update = supervised_update(run.config, optimizer, now)
     data = demonstrations(run) if not facts["done"] else {}
     step = start
     while not facts["done"]:
@@ -121,12 +121,15 @@ def warm_start(run: Run, params: Tree, checkpoints: Checkpoints) -> WarmStart:
     return WarmStart(now.params, step, facts["elapsed_secs"], history)
 
 
-def supervised_update(config: Config, optimizer: optax.GradientTransformation):
+def supervised_update(
+    config: Config, optimizer: optax.GradientTransformation, like: state.State
+):
     """Returns the jitted (state, batch) -> (state, loss); the state is donated.
 
         loss = - sum_t w_t log pi(token_t) / sum_t w_t
 
-    over a batch of "tokens" int32[B, T] and "weights" float32[B, T].
+    over a batch of "tokens" int32[B, T] and "weights" float32[B, T]. The new state is
+    laid out like `like`.
     """
 
     def loss_of(params, batch):
@@ -142,7 +145,8 @@ def supervised_update(config: Config, optimizer: optax.GradientTransformation):
         updates, opt_state = optimizer.update(gradient, now.opt_state, now.params)
         return state.State(optax.apply_updates(now.params, updates), opt_state), loss
 
-    return jax.jit(update, donate_argnums=0)
+    shardings = jax.tree.map(lambda x: x.sharding, like)
+    return jax.jit(update, donate_argnums=0, out_shardings=(shardings, None))
 
 
 def _check(run: Run, step: int) -> Evaluation:
