@@ -77,6 +77,9 @@ def run(
     except (ConfigError, StreamError) as error:
         print(f"{type(error).__name__}: {_one_line(error)}", file=sys.stderr)
         status = _REFUSED
+    except BrokenPipeError:  # whoever read the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = _FAILED
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         status = _INTERRUPTED
