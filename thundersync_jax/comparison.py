@@ -133,7 +133,7 @@ def control_difference(
     for rows in (1, max(2, run.config.mesh.rows_per_call // 2)) * 2:
         again = replay(run, params, permuted(trajectories, rng), "batch", rows)
         differences.append(relative_difference(again.gradient, reference))
-    return max(differences)
+    return float(np.max(differences))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -215,6 +215,10 @@ def _close(run: Run, display: Display, now: state.State, version: int, warm) -> 
             for release, live in lives.items()
         ]
     )
+    display.line(
+        f"{batch.report.uniform_groups} of {batch.report.kept_groups} groups have "
+        "equal rewards, no gradient: only batch and group release know in time."
+    )
     write_chrome_trace(run.workdir / "timeline.json", run.timeline.spans())
     _draw(run, display, {release: live.spans for release, live in lives.items()}, warm)
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from thundersync_jax import comparison, state
+from thundersync_jax import comparison, state, tables
 from thundersync_jax.checkpoint import Checkpoints, sha256
 from thundersync_jax.config import Config
 from thundersync_jax.display import Display
@@ -28,12 +28,14 @@ from thundersync_jax.rollout.events import Completed
 from thundersync_jax.run import Run
 from thundersync_jax.schedule import RELEASES
 from thundersync_jax.step import rollouts
+from thundersync_jax.tables import Column
 from thundersync_jax.types import Trajectory
 from thundersync_jax.warm_start import POLICY_VERSION, warm_start
 
 Tree = Any
 LARGEST_DIFFERENCE = 1e-5  # float32 sums of some hundred terms
 LARGEST_RATIO = 5.0  # over the control, which reorders the same sums
+LEAST_SHARE = 0.5  # of groups with an advantage, and of streamed trajectories
 
 
 @dataclasses.dataclass
@@ -42,8 +44,19 @@ class _Variant:
 
     release: str
     updated: state.State | None = None
-    difference: float = 0.0
     updated_difference: float = 0.0
+
+
+@dataclasses.dataclass
+class _Point:
+    """What one step found. Differences and streamed shares are by release rule."""
+
+    gradient: Tree
+    gradient_norm: float
+    control: float
+    nonzero_groups: float
+    differences: dict[str, float] = dataclasses.field(default_factory=dict)
+    streamed_shares: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 def verify(
@@ -69,48 +82,57 @@ def verify(
         )
     display = Display()
     variants = [_Variant(release) for release in releases]
-    nonzero, streamed, norms, controls = [], [], [], []
     with Run(config, workdir, on_line=display.line) as run:
         with Checkpoints(Path(workdir) / "warm_start", keep=2) as checkpoints:
             params = warm_start(run, run.initial_params(), checkpoints).params
         now = state.init(run.optimizer, params)
         update = state.Update(run.optimizer, config.optim.clip_norm, now)
+        points = []
         for step in range(1, steps + 1):
             run.publish(now.params, _version(step))
-            trajectories = _sample(run, step)
-            batch = comparison.replay(
-                run, now.params, comparison.in_order(trajectories), "batch"
-            )
-            control = comparison.control_difference(
-                run, now.params, trajectories, batch.gradient, seed=step
-            )
-            controls.append(control)
-            norms.append(batch.report.gradient_norm)
-            groups = {group for group, _ in batch.advantages}
-            moving = {g for (g, _), a in batch.advantages.items() if a != 0}
-            nonzero.append(len(moving) / max(len(groups), 1))
+            point, gradients = _compare(run, display, now.params, releases, step)
+            points.append(point)
             for variant in variants:
-                found = _replayed(run, now.params, trajectories, variant.release, step)
-                difference = comparison.relative_difference(
-                    found.gradient, batch.gradient
-                )
-                variant.difference = max(variant.difference, difference)
-                if variant.release == "trajectory":
-                    streamed.append(found.report.streamed_share)
-                variant.updated, _ = update(_copy(now), found.gradient)
-                display.line(
-                    f"step {step}  {variant.release:<10}  difference "
-                    f"{difference:.2e}  control {control:.2e}  streamed share "
-                    f"{found.report.streamed_share:.2f}"
-                )
-            now, _ = update(now, batch.gradient)
+                gradient = gradients[variant.release]
+                variant.updated, _ = update(_copy(now), gradient)
+            now, _ = update(now, point.gradient)
         for variant in variants:
             variant.updated_difference = comparison.relative_difference(
                 variant.updated.params, now.params
             )
-    result = _judge(variants, controls, nonzero, streamed, norms, steps)
-    _print(display, variants, result)
+    result = _judge(variants, points)
+    _print(display, variants, points, result)
     return result
+
+
+def _compare(run, display, params, releases, step) -> tuple[_Point, dict[str, Tree]]:
+    """All rules at one point: the same parameters and trajectories."""
+    trajectories = _sample(run, step)
+    batch = comparison.replay(run, params, comparison.in_order(trajectories), "batch")
+    control = comparison.control_difference(
+        run, params, trajectories, batch.gradient, seed=step
+    )
+    groups = {group for group, _ in batch.advantages}
+    moving = {group for (group, _), a in batch.advantages.items() if a != 0}
+    point = _Point(
+        gradient=batch.gradient,
+        gradient_norm=batch.report.gradient_norm,
+        control=control,
+        nonzero_groups=len(moving) / max(len(groups), 1),
+    )
+    gradients = {}
+    for release in releases:
+        found = _replayed(run, params, trajectories, release, step)
+        difference = comparison.relative_difference(found.gradient, batch.gradient)
+        share = found.report.streamed_share
+        point.differences[release] = difference
+        point.streamed_shares[release] = share
+        gradients[release] = found.gradient
+        display.line(
+            f"step {step}  {release:<10}  difference {difference:.2e}  control "
+            f"{control:.2e}  streamed share {share:.2f}"
+        )
+    return point, gradients
 
 
 def _sample(run: Run, step: int) -> list[Trajectory]:
@@ -136,42 +158,62 @@ def _replayed(run, params, trajectories, release, step):
     return comparison.replay(run, params, events, release)
 
 
-def _judge(variants, controls, nonzero, streamed, norms, steps) -> dict[str, Any]:
-    largest = max(variant.difference for variant in variants)
-    control = min(controls)
+def _judge(variants: list[_Variant], points: list[_Point]) -> dict[str, Any]:
+    # numpy's maximum and minimum keep a NaN, Python's may lose it.
+    largest = float(np.max([list(point.differences.values()) for point in points]))
+    control = float(np.min([point.control for point in points]))
+    nonzero = min(point.nonzero_groups for point in points)
+    shares = [point.streamed_shares.get("trajectory") for point in points]
+    streamed = None if None in shares else float(np.min(shares))
     hashes = {variant.release: sha256(variant.updated) for variant in variants}
     untested = []
-    if min(nonzero) < 0.5:
-        untested.append(f"only {min(nonzero):.0%} of groups have an advantage")
-    if streamed and min(streamed) < 0.5:
-        untested.append(f"only {min(streamed):.0%} of trajectories were streamed")
-    if control == 0:
+    if nonzero < LEAST_SHARE:
+        untested.append(f"only {nonzero:.0%} of groups have an advantage")
+    if streamed is not None and not streamed >= LEAST_SHARE:
+        untested.append(f"only {streamed:.0%} of trajectories were streamed")
+    if not control > 0:
         untested.append("the control shows no rounding at all")
     close = largest <= LARGEST_DIFFERENCE and largest <= LARGEST_RATIO * control
     return {
-        "steps": steps,
+        "steps": len(points),
         "max_relative_difference": largest,
         "control_relative_difference": control,
-        "nonzero_groups": min(nonzero),
-        "streamed_share": min(streamed, default=None),
-        "gradient_norm": norms[-1],
+        "nonzero_groups": nonzero,
+        "streamed_share": streamed,
+        "gradient_norm": points[-1].gradient_norm,
         "identical": len(set(hashes.values())) == 1,
         "sha256": hashes,
         "untested": "; ".join(untested) or None,
-        "passed": close and not untested,
+        "passed": bool(close and not untested),
     }
 
 
-def _print(display: Display, variants: Sequence[_Variant], result: dict[str, Any]):
-    display.line("")
-    display.line("release     gradient difference  after the update  sha256")
+def _print(
+    display: Display,
+    variants: list[_Variant],
+    points: list[_Point],
+    result: dict[str, Any],
+) -> None:
+    columns = (
+        Column("release", left=True),
+        Column("gradient\ndifference"),
+        Column("parameters'\nafter the update"),
+        Column("sha256", left=True),
+    )
+    rows = []
     for variant in variants:
-        checksum = result["sha256"][variant.release]
-        display.line(
-            f"{variant.release:<10}  {variant.difference:19.2e}"
-            f"  {variant.updated_difference:16.2e}  {checksum[:16]}"
+        worst = np.max([point.differences[variant.release] for point in points])
+        rows.append(
+            [
+                variant.release,
+                tables.scientific(float(worst)),
+                tables.scientific(variant.updated_difference),
+                result["sha256"][variant.release][:16],
+            ]
         )
-    display.line(f"control     {result['control_relative_difference']:19.2e}")
+    control = tables.scientific(result["control_relative_difference"])
+    rows.append(["control", control, tables.MISSING, tables.MISSING])
+    display.table(columns, rows)
     verdict = "passed" if result["passed"] else "FAILED"
     if result["untested"]:
         verdict = f"FAILED as untested: {result['untested']}"
