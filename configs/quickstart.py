@@ -48,7 +48,7 @@ def get_config(variant: str | None = None) -> Config:
             steps=600,
             learning_rate=1.5e-3,
             target_success=0.43,
-            check_every_steps=5,
+            check_every_steps=3,
             check_questions=240,
         ),
         evaluation=EvaluationConfig(questions=480, every_steps=20),
