@@ -54,7 +54,7 @@ def get_config(variant: str | None = None) -> settings.Config:
         rollout=settings.RolloutConfig(**lengths, **buckets),
         warm_start=settings.WarmStartConfig(steps=600),
     )
-    smoke = dataclasses.replace(
-        config, steps=2, warm_start=settings.WarmStartConfig(steps=2)
-    )
-    return {None: config, "smoke": smoke}[variant]
+    if variant not in (None, "smoke"):
+        raise ValueError(f"variant is {variant!r}, expected 'smoke' or none.")
+    few = settings.WarmStartConfig(steps=2)
+    return dataclasses.replace(config, steps=2, warm_start=few) if variant else config

@@ -49,8 +49,11 @@ class Checkpoints:
     def __enter__(self) -> "Checkpoints":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # Whoever interrupts does not wait, nor hear of what that broke: a save that is
+        # cut off is never taken for the latest.
+        if kind is None or not issubclass(kind, KeyboardInterrupt):
+            self.close()
 
     def steps(self) -> list[int]:
         """Steps with a complete checkpoint, ascending."""
@@ -109,7 +112,8 @@ class Checkpoints:
           devices where it is. And the saved `host`.
 
         Raises:
-          ConfigError: No such step, or another structure, shape or dtype.
+          ConfigError: No such step, damaged files, or another structure, shape or
+            dtype.
         """
         steps = self.steps()
         if step not in steps:
@@ -117,9 +121,19 @@ class Checkpoints:
                 f"{self._directory} has no checkpoint of step {step}, expected one of "
                 f"{steps}. Take the latest, or train first."
             )
-        saved = self._orbax.metadata(step)
-        self._check_like(step, saved.metadata, like)
-        tree = self._orbax.load(step, jax.tree.map(_abstract, like))
+        try:
+            saved = self._orbax.metadata(step)
+            self._check_like(step, saved.metadata, like)
+            tree = self._orbax.load(step, jax.tree.map(_abstract, like))
+        except ConfigError:
+            raise
+        except Exception as error:  # a damaged file fails wherever it is first missed
+            older = [other for other in steps if other < step]
+            rest = f"step {older[-1]} is used then" if older else "no older one is left"
+            raise ConfigError(
+                f"{self._directory / str(step)} cannot be read, expected a whole "
+                f"checkpoint ({type(error).__name__}). Delete that directory: {rest}."
+            ) from error
         return jax.tree.map(_placed, tree, like), saved.custom_metadata or {}
 
     def wait(self) -> None:

@@ -48,15 +48,19 @@ def replay(
     Args:
       run: Makes streams.
       params: Where the gradient is taken.
-      events: All events of one step, in their order of arrival.
+      events: All events of one step, in their order of arrival. A member without any
+        has failed.
       release: The release rule.
       rows: Rows per call; 0 for the config's.
     """
     version = events[0][1].policy_version
     stream = run.new_stream(params, version, release, rows)
+    members = run.config.rollout.group_size
     for group in dict.fromkeys(t.key.group for _, t in events):
-        members = {t.key.member for _, t in events if t.key.group == group}
-        stream.open_group(group, max(members) + 1)
+        stream.open_group(group, members)
+        there = {t.key.member for _, t in events if t.key.group == group}
+        for member in set(range(members)) - there:
+            stream.fail(group, member, "no tokens")
     for kind, trajectory in events:
         group, member = trajectory.key.group, trajectory.key.member
         if kind == "complete":
@@ -78,7 +82,9 @@ def in_order(trajectories: Sequence[Trajectory]) -> list[Event]:
     return [event for t in ordered for event in _events(t)]
 
 
-def permuted(trajectories: Sequence[Trajectory], rng: np.random.Generator):
+def permuted(
+    trajectories: Sequence[Trajectory], rng: np.random.Generator
+) -> list[Event]:
     """Events of one trajectory after another in random order."""
     return [
         e for i in rng.permutation(len(trajectories)) for e in _events(trajectories[i])
@@ -160,23 +166,38 @@ def compare_live(
 
     Sampling keys and latencies depend on the step's number, so every rule samples the
     same trajectories and waits for the same tools. The boundary is the gradient's
-    reduction alone: nothing is updated.
+    reduction alone: nothing is updated. A step that had to compile is done again, so
+    that no rule pays for another's programs.
     """
+    if not any(span.track == "rollout" for span in run.timeline.spans()):
+        _live(run, params, version, step, releases[0])  # the sampler compiles
     results = {}
     for release in releases:
-        stream = run.new_stream(params, version, release)
-        done = run_step(run, stream, run.train_jobs(step), version)
-        end = time.monotonic()
-        spans = run.timeline.spans(since=done.start_secs)
-        timing = step_timing(spans, done.start_secs, end)
-        results[release] = Live(done, timing, _predicted(done, spans, release), spans)
+        results[release] = _live(run, params, version, step, release)
+        if results[release].step.report.compiles:
+            results[release] = _live(run, params, version, step, release)
     return results
 
 
-def _predicted(step: Step, spans: Sequence[Span], release: str) -> float:
-    """The least step time for these arrivals and this work, spread over them evenly."""
+def _live(run: Run, params: Tree, version: int, step: int, release: str) -> Live:
+    stream = run.new_stream(params, version, release)
+    done = run_step(run, stream, run.train_jobs(step), version)
+    end = time.monotonic()
+    spans = run.timeline.spans(since=done.start_secs)
+    replicas = run.config.mesh.replica
+    timing = step_timing(spans, done.start_secs, end, replicas)
+    predicted = _predicted(done, spans, release, replicas)
+    return Live(done, timing, predicted, spans)
+
+
+def _predicted(step: Step, spans: Sequence[Span], release: str, replicas: int) -> float:
+    """The least step time for these arrivals and this work, spread over them evenly.
+
+    Replicas are taken for one learner that is so many times as fast.
+    """
     arrivals = release_times(step.rewarded_secs, release)
     work = sum(s.end_secs - s.start_secs for s in spans if s.track == "learner")
+    work /= replicas
     times = [secs - step.start_secs for secs in arrivals.values()]
     if not times:  # every trajectory failed
         return step.last_reward_secs - step.start_secs

@@ -92,7 +92,8 @@ def evaluate(
     Raises:
       ConfigError: There is no policy, or fewer held-out questions than asked for.
     """
-    questions = questions or config.evaluation.questions
+    if questions is None:
+        questions = config.evaluation.questions
     display = Display()
     with Run(config, workdir, on_line=display.line) as run:
         if not (1 <= questions <= len(run.tasks.heldout) and samples >= 1):
@@ -109,7 +110,7 @@ def evaluate(
         "samples": samples,
         "success": found.success,
         "interval": list(found.interval),
-        "pass_at": {str(k): found.pass_at(k) for k in _powers_of_two(samples)},
+        "pass_at": {str(k): found.pass_at(k) for k in _draws(samples)},
         "turns_mean": _mean([t.turns for t in found.trajectories]),
         "action_tokens_mean": _mean([t.action_tokens for t in found.trajectories]),
         "stop_reasons": found.stop_reasons,
@@ -182,8 +183,9 @@ def heldout(
     return Evaluation(successes, samples, ordered, dict(reasons))
 
 
-def _powers_of_two(most: int) -> list[int]:
-    return [2**i for i in range(most.bit_length()) if 2**i <= most]
+def _draws(most: int) -> list[int]:
+    """Powers of two, and the most there are."""
+    return sorted({*(2**i for i in range(most.bit_length())), most})
 
 
 def _mean(values: list[int]) -> float:

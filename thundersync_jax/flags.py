@@ -4,14 +4,19 @@
 arguments; nothing else reads them.
 """
 
+import contextlib
 import dataclasses
 import importlib.util
 import inspect
 import json
+import logging
 import math
 import os
 import re
+import signal
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -34,6 +39,7 @@ from thundersync_jax.settings import (
 
 _PREFIX = "--config."
 _REFUSED, _FAILED, _INTERRUPTED = 2, 1, 130
+_GRACE_SECS = 4.0  # for the command's own `with` blocks after an interrupt
 
 
 class Flag(NamedTuple):
@@ -62,6 +68,8 @@ def run(
 ) -> NoReturn:
     """Parses the command line, calls the command and exits.
 
+    Ctrl-C ends it with status 130 and SIGTERM with 143, a few seconds later at most.
+
     Args:
       command: Called as command(config, workdir, **own flags), without the config
         where `needs` has none. What it returns is the JSON object of `--json`; a false
@@ -73,7 +81,8 @@ def run(
     """
     argv = list(sys.argv if argv is None else argv)
     try:
-        status = _run(command, dict(flags or {}), needs, argv)
+        with _Interrupts():
+            status = _run(command, dict(flags or {}), needs, argv)
     except (ConfigError, StreamError) as error:
         print(f"{type(error).__name__}: {_one_line(error)}", file=sys.stderr)
         status = _REFUSED
@@ -100,6 +109,11 @@ def load_config(spec: str) -> Config:
         there = [str(known) for known in Path(path).parent.glob("*.py")]
         hint = nearest(path, there) if there else "Write --config=FILE.py."
         raise ConfigError(f"--config is {spec!r}, expected a Python file. {hint}")
+    if Path(path).suffix != ".py":
+        raise ConfigError(
+            f"--config is {spec!r}, expected a Python file with get_config. Write "
+            "--config=FILE.py or --config=FILE.py:variant."
+        )
     try:
         config = _call_get_config(_import_file(Path(path)), path, variant)
     except Exception as error:  # whatever a config file does wrong is one line
@@ -257,14 +271,29 @@ def _call_get_config(module: ModuleType, path: str, variant: str | None) -> Any:
             f"{path} has no get_config, expected get_config(variant=None) -> Config. "
             "Define it."
         )
-    if inspect.signature(module.get_config).parameters:
-        return module.get_config(variant)
+    takes = bool(inspect.signature(module.get_config).parameters)
+    if takes:
+        config = module.get_config(variant)
+        if variant is None or not _same(config, module.get_config):
+            return config
+        raise ConfigError(
+            f"--config names variant {variant!r}, but get_config of {path} returns the "
+            f"same for it as for none, expected a variant. Write --config={path}."
+        )
     if variant is not None:
         raise ConfigError(
             f"--config names variant {variant!r}, but get_config of {path} takes none, "
             f"expected no variant. Write --config={path}."
         )
     return module.get_config()
+
+
+def _same(config: Any, get_config: Callable[[None], Any]) -> bool:
+    """Whether this is the config without a variant, where there is one."""
+    try:
+        return isinstance(config, Config) and config == get_config(None)
+    except Exception:  # it insists on a variant
+        return False
 
 
 def _explain(error: Exception, path: str) -> str:
@@ -280,6 +309,8 @@ def _explain(error: Exception, path: str) -> str:
         known = _field_names().get(group)
         hint = nearest(name, known) if known else f"See the fields of {group}."
         return f"{where}{group} has no setting {name!r}. {hint}"
+    if isinstance(error, KeyError):  # its text is the key alone
+        return f"{where}there is no {error} (KeyError). See get_config in that file."
     kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
     return f"{where}{kind}{error}"
 
@@ -331,6 +362,63 @@ def _help(command: Callable[..., Any], accepted: Mapping[str, Flag]) -> str:
             "  --print_config lists every setting and what set it",
         ]
     return "\n".join(lines)
+
+
+class _Interrupts:
+    """Ctrl-C and SIGTERM raise KeyboardInterrupt, and nothing else can come of them.
+
+    Raised in the middle of orbax, asyncio or an import it may be swallowed, become
+    another error, or leave a thread behind that never ends. So the signal is remembered,
+    and the process ends without the interpreter's own end, which joins all threads: the
+    command's `with` blocks were run by the exception, and every file is whole or not
+    taken. A second signal, or too long a wait, ends it at once.
+    """
+
+    def __enter__(self) -> None:
+        self._status: int | None = None
+        self._before: dict[int, Any] = {}
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._receive)
+        # A handler waits until the main thread is back from C; the pipe does not.
+        reading, self._writing = os.pipe()
+        os.set_blocking(self._writing, False)
+        self._fd_before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
+        threading.Thread(target=self._watch, args=(reading,), daemon=True).start()
+
+    def __exit__(self, *_: object) -> None:
+        if self._status is not None:
+            with contextlib.suppress(Exception):
+                sys.stdout.flush()
+            _end(self._status)
+        if self._before:
+            signal.set_wakeup_fd(self._fd_before)
+            os.close(self._writing)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, _: Any) -> NoReturn:
+        if self._status is not None:
+            _end(self._status)
+        self._status = 128 + number
+        # What other threads say of a process that is ending explains nothing.
+        threading.excepthook = sys.unraisablehook = lambda *_: None
+        logging.disable()
+        raise KeyboardInterrupt
+
+    def _watch(self, reading: int) -> None:
+        with open(reading, "rb", buffering=0) as pipe:
+            while number := pipe.read(1):
+                if number[0] in self._before:
+                    time.sleep(_GRACE_SECS)
+                    _end(128 + number[0])
+
+
+def _end(status: int) -> NoReturn:
+    os.write(2, b"interrupted\n")  # sys.stderr may be busy with what was interrupted
+    os._exit(status)
 
 
 def _one_line(error: BaseException) -> str:

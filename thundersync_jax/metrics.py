@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from thundersync_jax.errors import ConfigError
 from thundersync_jax.workdir import replace_text
 
 Scalar = float | int | bool
@@ -131,7 +132,11 @@ class Metrics:
 
 
 def read(workdir: str | os.PathLike) -> list[dict[str, Any]]:
-    """The lines of a run, oldest first; each has "step". A torn one is left out."""
+    """The lines of a run, oldest first; each has "step". A torn one is left out.
+
+    Raises:
+      ConfigError: A line whose step is no whole number; the line is named.
+    """
     path = Path(workdir) / FILE
     return [line for _, line in _whole_lines(path)] if path.exists() else []
 
@@ -155,12 +160,17 @@ def _whole_lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
     lines = []
     # Whoever was killed while writing may have cut a character in two.
     text = path.read_text(encoding="utf-8", errors="replace")
-    for line in text.splitlines(keepends=True):
+    for number, line in enumerate(text.splitlines(keepends=True), start=1):
         try:
             found = json.loads(line)
         except ValueError:
             continue
         if line.endswith("\n") and isinstance(found, dict) and "step" in found:
+            if type(found["step"]) is not int:
+                raise ConfigError(
+                    f"{path}:{number} has step {found['step']!r}, expected a whole "
+                    "number. Correct or delete that line."
+                )
             lines.append((line, found))
     return lines
 

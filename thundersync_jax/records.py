@@ -127,7 +127,7 @@ def read_rollouts(path: str | os.PathLike[str]) -> list[Record]:
         for number, line in enumerate(file, start=1):
             try:
                 records.append(_from_line(json.loads(line)))
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, OverflowError) as error:
                 raise ConfigError(
                     f"{path}:{number} is no trajectory ({type(error).__name__}: "
                     f"{error}); expected one JSON object as write_rollouts writes it. "
@@ -197,18 +197,38 @@ def _to_line(
 
 def _from_line(line: dict[str, Any]) -> Record:
     trajectory = Trajectory(
-        key=TrajectoryKey(*(line[name] for name in TrajectoryKey._fields)),
+        key=_key(line),
         ids=np.asarray(line["ids"], np.int32),
         loss_mask=np.asarray(line["loss_mask"], bool),
         logprobs=np.asarray(line["logprobs"], np.float32),
-        turns=line["turns"],
+        turns=_typed("turns", line, int),
         stop_reason=StopReason(line["stop_reason"]),
-        policy_version=line["policy_version"],
-        reward=line["reward"],
-        reason=line["reason"],
-        times=line["times"],
+        policy_version=_typed("policy_version", line, int),
+        reward=_typed("reward", line, int | float | None),
+        reason=_typed("reason", line, str),
+        times=_typed("times", line, dict),
     )
-    return Record(trajectory, line["advantage"], line["text"])
+    for name in trajectory.times:
+        _typed(name, trajectory.times, int | float | None)
+    arrays = (trajectory.ids, trajectory.loss_mask, trajectory.logprobs)
+    if len({array.shape for array in arrays}) > 1:
+        raise ValueError("ids, loss_mask and logprobs differ in length")
+    advantage = _typed("advantage", line, int | float | None)
+    return Record(trajectory, advantage, _typed("text", line, str))
+
+
+def _key(line: dict[str, Any]) -> TrajectoryKey:
+    for name in ("step", "group", "member", "attempt"):
+        _typed(name, line, int)
+    return TrajectoryKey(*(line[name] for name in TrajectoryKey._fields))
+
+
+def _typed(name: str, line: Mapping[str, Any], kind: Any) -> Any:
+    value = line[name]
+    if isinstance(value, bool) or not isinstance(value, kind):
+        expected = getattr(kind, "__name__", str(kind))
+        raise TypeError(f"{name} is {value!r}, expected {expected}")
+    return value
 
 
 def _plain(value: float | None) -> float | None:

@@ -3,9 +3,9 @@
 The commands share it. It decides nothing about the order of a run.
 """
 
+import contextlib
 import dataclasses
 import functools
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from thundersync_jax.rollout.pool import RolloutPool
 from thundersync_jax.stream import GradientStream
 from thundersync_jax.timeline import Timeline
 from thundersync_jax.types import Trajectory, TrajectoryKey
+from thundersync_jax.workdir import claim, locked
 
 Tree = Any
 Factory = Callable[..., TaskSet]
@@ -50,6 +51,7 @@ class Run:
       workdir: Where the run writes.
       environment: Makes the task set, in place of `config.env.factory`.
       on_line: Takes one line of news, such as that something compiles.
+      owner: Whether the work directory becomes this config's, for this process alone.
     """
 
     def __init__(
@@ -58,12 +60,17 @@ class Run:
         workdir: str | Path,
         environment: Factory | None = None,
         on_line: Callable[[str], None] = print,
+        owner: bool = False,
     ):
         self.config = config
         self.workdir = Path(workdir)
         self.on_line = on_line
         factory = environment or load_factory(config.env.factory)
-        self.tasks = _fitting(factory(config.env, config.seed), config)
+        self.tasks = _checked(factory(config.env, config.seed), config)
+        self._held = contextlib.ExitStack()
+        if owner:
+            self._held.enter_context(locked(workdir))
+            claim(workdir, config)
         devices.prepare(config)
         self.placement = devices.place(config.mesh)
         self.optimizer = state.make_optimizer(config.optim)
@@ -92,7 +99,6 @@ class Run:
             config.seed,
             on_span=self.timeline.add,
         )
-        self.started_secs = time.monotonic()
 
     def __enter__(self) -> "Run":
         return self
@@ -100,6 +106,7 @@ class Run:
     def __exit__(self, *error) -> None:
         self.pool.close()
         self.clock.close()
+        self._held.close()
 
     def initial_params(self) -> Tree:
         """Random parameters from the seed, on the learner's mesh."""
@@ -217,6 +224,32 @@ def _open_groups(config: Config, params: Tree) -> int:
     return wished if budget is None else min(wished, budget // one)
 
 
+def _checked(tasks: TaskSet, config: Config) -> TaskSet:
+    """The tasks that fit the context, if they are what the config needs."""
+    if not isinstance(tasks, TaskSet):
+        raise ConfigError(
+            f"env.factory {config.env.factory!r} returned {type(tasks).__name__}; "
+            "expected an envs.base.TaskSet"
+        )
+    if config.warm_start.steps and tasks.demonstrate is None:
+        raise ConfigError(
+            f"warm_start.steps is {config.warm_start.steps} and the task set has no "
+            "`demonstrate`; give it one or set warm_start.steps=0"
+        )
+    fitting = _fitting(tasks, config)
+    asked = {"evaluation.questions": config.evaluation.questions}
+    if config.warm_start.steps:
+        asked["warm_start.check_questions"] = config.warm_start.check_questions
+    for name, questions in asked.items():
+        if len(fitting.heldout) < questions:
+            raise ConfigError(
+                f"{name} is {questions} and {len(fitting.heldout)} held-out tasks fit "
+                f"rollout.context_tokens {config.rollout.context_tokens}; ask for "
+                "fewer or raise the limit"
+            )
+    return fitting
+
+
 def _fitting(tasks: TaskSet, config: Config) -> TaskSet:
     """Leaves out the tasks whose prompt or demonstration exceeds the context."""
     limit = config.rollout.context_tokens
@@ -236,10 +269,4 @@ def _fitting(tasks: TaskSet, config: Config) -> TaskSet:
         heldout=[task for task in tasks.heldout if fits(task)],
     )
     check_split(fitting)
-    if len(fitting.heldout) < config.evaluation.questions:
-        raise ConfigError(
-            f"evaluation.questions is {config.evaluation.questions} and "
-            f"{len(fitting.heldout)} held-out tasks fit rollout.context_tokens "
-            f"{limit}; ask for fewer or raise the limit"
-        )
     return fitting

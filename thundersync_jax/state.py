@@ -86,6 +86,11 @@ class Update:
             update, donate_argnums=0, out_shardings=(shardings, None)
         )
 
+    def compile(self, state: State) -> None:
+        """Compiles by one update that is thrown away; `state` stays."""
+        copy = jax.tree.map(jnp.copy, state)
+        self._update(copy, jax.tree.map(jnp.zeros_like, state.params))
+
     def __call__(self, state: State, gradient: Tree) -> tuple[State, jax.Array]:
         """Returns the new state and the gradient norm after clipping.
 

@@ -9,6 +9,7 @@ policy version stay, the step counts.
 
 import gc
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from thundersync_jax.config import Config
 from thundersync_jax.display import Display, ReleaseRow, StepRow
 from thundersync_jax.evaluate import Evaluation, heldout
 from thundersync_jax.flags import run as run_command
-from thundersync_jax.metrics import Metrics, read
+from thundersync_jax.metrics import Metrics, Sink, read
 from thundersync_jax.progress import RunProgress
 from thundersync_jax.records import write_rollouts
 from thundersync_jax.run import Factory, Run
@@ -42,7 +43,11 @@ _FROM_REPORT = (
 
 
 def train(
-    config: Config, workdir: str | Path, *, environment: Factory | None = None
+    config: Config,
+    workdir: str | Path,
+    *,
+    environment: Factory | None = None,
+    sinks: Sequence[Sink] = (),
 ) -> dict[str, Any]:
     """Runs a config to its end in a work directory, from wherever it was.
 
@@ -50,18 +55,19 @@ def train(
       config: The settings.
       workdir: Holds config, checkpoints, metrics, rollouts and pictures.
       environment: Makes the task set, in place of `config.env.factory`.
+      sinks: Loggers beside metrics.jsonl, called as sink(step, scalars).
 
     Returns:
       The JSON object of `--json`.
     """
     workdir = Path(workdir)
-    claim(workdir, config)
     display = Display()
     if result := saved_result(workdir, config.steps):
+        claim(workdir, config)
         display.line(f"finished already; the result is in {workdir / RESULT_FILE}")
         return result
     with (
-        Run(config, workdir, environment, display.line) as run,
+        Run(config, workdir, environment, display.line, owner=True) as run,
         Checkpoints(workdir / "warm_start", keep=2) as warm_checkpoints,
         Checkpoints(workdir / "checkpoints", config.checkpoint.keep) as checkpoints,
     ):
@@ -77,11 +83,12 @@ def train(
         version = facts["version"]
         run.publish(now.params, version)
         compile_all(run, now.params, version)
+        update.compile(now)
         # A full collection walks all that compiling left behind: 0.3 s in which every
         # thread stands still. Nothing of it will be freed.
         gc.freeze()
         progress = RunProgress(config.steps, steps_done=start)
-        with Metrics(workdir, resume_step=start + bool(start)) as metrics:
+        with Metrics(workdir, start + bool(start), sinks) as metrics:
             if not start:
                 found = _evaluate(run, display, version, 0, "after the warm start")
                 metrics.write(0, {**_heldout(found), "elapsed_secs": clock.secs})

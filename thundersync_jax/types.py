@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+LARGEST_REWARD = 1e30  # float32 sums of rewards times gradients need room above it
+
 
 class StopReason(enum.Enum):
     """Why a trajectory ended. `failed` reasons carry no reward."""
@@ -50,6 +52,8 @@ class TrajectoryKey(NamedTuple):
     phase: str = "train"  # "train", "evaluate" or "warm_start"
 
     def __str__(self) -> str:
+        if self.phase == "evaluate":
+            return f"held-out question {self.group} answer {self.member}"
         attempt = f" attempt {self.attempt}" if self.attempt else ""
         return (
             f"{self.phase} step {self.step} group {self.group} "

@@ -9,6 +9,7 @@ control: the largest difference among batch runs that only permute and re-pack.
 """
 
 import dataclasses
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from thundersync_jax.errors import ConfigError
 from thundersync_jax.flags import Flag
 from thundersync_jax.flags import run as run_command
 from thundersync_jax.rollout.events import Completed
-from thundersync_jax.run import Run
+from thundersync_jax.run import Factory, Run
 from thundersync_jax.schedule import RELEASES
 from thundersync_jax.step import rollouts
 from thundersync_jax.tables import Column
@@ -61,12 +62,20 @@ class _Point:
 
 def verify(
     config: Config,
-    workdir: str | Path,
+    workdir: str | Path | None = None,
     *,
     releases: Sequence[str] = RELEASES,
     steps: int = 3,
+    environment: Factory | None = None,
 ) -> dict[str, Any]:
     """Compares gradients of the release rules with those of batch release.
+
+    Args:
+      config: The settings.
+      workdir: Whose warm start to take, or make; None makes one and forgets it.
+      releases: Rules to compare, batch among them.
+      steps: How many.
+      environment: Makes the task set, in place of `config.env.factory`.
 
     Returns:
       The JSON object of `--json`; README describes it. "passed" is the verdict.
@@ -80,9 +89,14 @@ def verify(
             f"--releases is {','.join(releases)} with --steps {steps}; expected at "
             f"least 1 step and rules among {', '.join(RELEASES)}, batch included."
         )
+    if workdir is None:
+        with tempfile.TemporaryDirectory() as folder:
+            return verify(
+                config, folder, releases=releases, steps=steps, environment=environment
+            )
     display = Display()
     variants = [_Variant(release) for release in releases]
-    with Run(config, workdir, on_line=display.line) as run:
+    with Run(config, workdir, environment, display.line, owner=True) as run:
         with Checkpoints(Path(workdir) / "warm_start", keep=2) as checkpoints:
             params = warm_start(run, run.initial_params(), checkpoints).params
         now = state.init(run.optimizer, params)
@@ -139,13 +153,8 @@ def _sample(run: Run, step: int) -> list[Trajectory]:
     """The step's trajectories, rolled out once; failed ones as they failed."""
     jobs, version = run.train_jobs(step), _version(step)
     events = [e for e in rollouts(run, jobs, version) if not isinstance(e, Completed)]
-    missing = [str(e.key) for e in events if e.trajectory is None]
-    if missing:
-        raise ConfigError(
-            f"{len(missing)} trajectories have no tokens, the first is {missing[0]}; "
-            "verify needs an environment that starts. Look at its errors in train."
-        )
-    return sorted((e.trajectory for e in events), key=lambda t: t.key)
+    found = [event.trajectory for event in events if event.trajectory is not None]
+    return sorted(found, key=lambda trajectory: trajectory.key)
 
 
 def _replayed(run, params, trajectories, release, step):
@@ -169,9 +178,11 @@ def _judge(variants: list[_Variant], points: list[_Point]) -> dict[str, Any]:
     untested = []
     if nonzero < LEAST_SHARE:
         untested.append(f"only {nonzero:.0%} of groups have an advantage")
-    if streamed is not None and not streamed >= LEAST_SHARE:
+    if streamed is not None and streamed < LEAST_SHARE:
         untested.append(f"only {streamed:.0%} of trajectories were streamed")
-    if not control > 0:
+    if np.isnan(control):
+        untested.append("a gradient is zero")
+    elif control == 0:
         untested.append("the control shows no rounding at all")
     close = largest <= LARGEST_DIFFERENCE and largest <= LARGEST_RATIO * control
     return {
@@ -231,6 +242,7 @@ def _copy(tree: Tree) -> Tree:
 if __name__ == "__main__":
     run_command(
         verify,
+        needs=("config",),
         flags={
             "releases": Flag(tuple, RELEASES, "release rules to compare"),
             "steps": Flag(int, 3, "steps to compare"),

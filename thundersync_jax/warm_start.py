@@ -17,6 +17,7 @@ import optax
 from thundersync_jax import buckets, state, task_order
 from thundersync_jax.checkpoint import Checkpoints
 from thundersync_jax.config import Config, OptimConfig
+from thundersync_jax.errors import ConfigError, StreamError
 from thundersync_jax.evaluate import Evaluation, heldout
 from thundersync_jax.models import transformer
 from thundersync_jax.rollout import render
@@ -61,6 +62,11 @@ def demonstrations(run: Run) -> dict[str, np.ndarray]:
         tokens = np.concatenate([ids for ids, _ in pieces]).astype(np.int32)
         weights = np.concatenate([np.full(len(i), w, np.float32) for i, w in pieces])
         rows.append({"tokens": tokens, "weights": weights})
+    if not all(row["weights"].any() for row in rows):
+        raise ConfigError(
+            "a demonstration has no action; `demonstrate` must return at least one "
+            "(action, observation) pair for every training task"
+        )
     longest = max(len(row["tokens"]) for row in rows)
     length = buckets.bucket(longest, run.config.rollout.gradient_buckets)
     padded = [buckets.pad(row, (length,)).tree for row in rows]
@@ -102,6 +108,11 @@ def warm_start(run: Run, params: Tree, checkpoints: Checkpoints) -> WarmStart:
         step += 1
         if step % settings.check_every_steps and step < settings.steps:
             continue
+        if not np.isfinite(loss):
+            raise StreamError(
+                f"the warm start's loss is {float(loss)} at step {step}; lower "
+                f"warm_start.learning_rate, now {settings.learning_rate}"
+            )
         run.publish(now.params, POLICY_VERSION)
         found = _check(run, step)
         reached = found.success >= settings.target_success
@@ -113,7 +124,7 @@ def warm_start(run: Run, params: Tree, checkpoints: Checkpoints) -> WarmStart:
         }
         run.on_line(
             f"warm start  step {step:4d}  loss {float(loss):6.3f}  "
-            f"held-out success {100 * found.success:5.1f} %"
+            f"held-out success {100 * found.success:5.1f}%"
         )
         checkpoints.save(step, now, facts)
     checkpoints.wait()

@@ -1,16 +1,52 @@
 """The work directory: whose run it holds, and files that are whole or not there."""
 
+import contextlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 from thundersync_jax.config import Config
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.settings import check_same_config, config_dict
 
 RESULT_FILE = "result.json"  # there once the run has ended
+_LOCK_FILE = ".lock"
+
+
+@contextlib.contextmanager
+def locked(workdir: str | os.PathLike) -> Iterator[None]:
+    """Keeps other processes out of a work directory, which is made where it is missing.
+
+    The operating system drops the lock with the process, so a killed one leaves none.
+    Where the file system or the platform has no locks, nothing is locked.
+
+    Raises:
+      ConfigError: Another process is using it, or it cannot be a directory.
+    """
+    path = _made(workdir) / _LOCK_FILE
+    with contextlib.ExitStack() as stack:
+        if fcntl is not None:
+            try:
+                file = stack.enter_context(open(path, "a"))
+            except OSError as error:
+                raise _unusable(workdir, error) from error
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ConfigError(
+                    f"{workdir}: another process is using it; wait or use another "
+                    "--workdir."
+                ) from error
+            except OSError:  # a network file system without locks
+                pass
+        yield
 
 
 def claim(workdir: str | os.PathLike, config: Config) -> None:
@@ -20,18 +56,21 @@ def claim(workdir: str | os.PathLike, config: Config) -> None:
     setting must be the saved one.
 
     Raises:
-      ConfigError: The directory belongs to a run with other settings.
+      ConfigError: The directory belongs to a run with other settings, or it cannot be
+        a directory or be written to.
     """
-    path = Path(workdir) / "config.json"
+    path = _made(workdir) / "config.json"
     if path.exists():
-        saved = _read(path)
+        saved = _read(path, "config", "Use another --workdir.")
         more_steps = saved["steps"] < config.steps
         compared = saved | {"steps": config.steps} if more_steps else saved
         check_same_config(compared, config, str(workdir))
         if not more_steps:
             return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace_text(path, json.dumps(config_dict(config), indent=2) + "\n")
+    try:
+        replace_text(path, json.dumps(config_dict(config), indent=2) + "\n")
+    except OSError as error:
+        raise _unusable(workdir, error) from error
 
 
 def save_result(workdir: str | os.PathLike, result: Mapping[str, Any]) -> None:
@@ -40,11 +79,16 @@ def save_result(workdir: str | os.PathLike, result: Mapping[str, Any]) -> None:
 
 
 def saved_result(workdir: str | os.PathLike, steps: int) -> dict[str, Any] | None:
-    """What a run of so many steps ended with, None where it has not ended."""
+    """What a run of so many steps ended with, None where it has not ended.
+
+    Raises:
+      ConfigError: The file is there and no result.
+    """
     path = Path(workdir) / RESULT_FILE
     if not path.exists():
         return None
-    result = json.loads(path.read_text(encoding="utf-8"))
+    way_out = f"Delete it and {path.parent} continues from its newest checkpoint."
+    result = _read(path, "result", way_out)
     return result if result["steps"] == steps else None
 
 
@@ -58,7 +102,22 @@ def replace_text(path: Path, text: str) -> None:
     os.replace(partial, path)
 
 
-def _read(path: Path) -> dict:
+def _made(workdir: str | os.PathLike) -> Path:
+    try:
+        Path(workdir).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unusable(workdir, error) from error
+    return Path(workdir)
+
+
+def _unusable(workdir: str | os.PathLike, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"--workdir is {workdir}, expected a directory to write to, but "
+        f"{error.filename or workdir}: {error.strerror}. Use another --workdir."
+    )
+
+
+def _read(path: Path, kind: str, way_out: str) -> dict:
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(saved["steps"], int):
@@ -66,6 +125,5 @@ def _read(path: Path) -> dict:
     except (ValueError, TypeError, KeyError):
         pass
     raise ConfigError(
-        f"{path} is no saved config, expected one that this program wrote. Use another "
-        "--workdir."
+        f"{path} is no saved {kind}, expected one that this program wrote. {way_out}"
     )

@@ -8,7 +8,6 @@ overflow) is its own doing, verified and rewarded; what a component breaks is a
 
 import asyncio
 import itertools
-import math
 import numbers
 import time
 from collections.abc import Awaitable, Callable, Hashable
@@ -22,7 +21,13 @@ from thundersync_jax.rollout import render
 from thundersync_jax.rollout.commands import Commands, Stopped, one_line
 from thundersync_jax.rollout.engine import Request, Response
 from thundersync_jax.rollout.recorder import Recorder
-from thundersync_jax.types import Span, StopReason, Trajectory, TrajectoryKey
+from thundersync_jax.types import (
+    LARGEST_REWARD,
+    Span,
+    StopReason,
+    Trajectory,
+    TrajectoryKey,
+)
 
 # Part of every sampling seed: a phase keeps its number for good.
 PHASES = {"train": 0, "evaluate": 1, "warm_start": 2}
@@ -237,7 +242,7 @@ def _finite(verdict: Any) -> float | None:
         reward = float(verdict)
     except OverflowError:
         return None
-    return reward if math.isfinite(reward) else None
+    return reward if abs(reward) < LARGEST_REWARD else None
 
 
 def _short(value: Any) -> str:

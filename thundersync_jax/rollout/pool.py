@@ -341,6 +341,11 @@ class RolloutPool:
     # In any thread.
 
     def _die(self, error: BaseException) -> None:
+        if isinstance(error, SystemExit):
+            # Raised again as it is, it would end the run as if all were well.
+            called = RuntimeError(f"an environment called sys.exit({error.code!r})")
+            called.__cause__ = error
+            error = called
         if self._error is None:
             self._error = error
         self._events.put(None)

@@ -46,22 +46,6 @@ def decode(ids: Iterable[int]) -> str:
     return _as_bytes(ids).decode("utf-8", errors="replace")
 
 
-def decode_bytes(ids: Iterable[int]) -> bytes:
-    """Returns the bytes of ids that hold nothing else; `encode` of them is `ids`.
-
-    Raises:
-      ValueError: A special or unknown token.
-    """
-    ids = np.asarray(ids, np.int64)
-    special = ids[(ids < 0) | (ids >= BYTES)]
-    if special.size:
-        raise ValueError(
-            f"token {special[0]} is not a byte; expected ids from 0 to {BYTES - 1}. "
-            "Use decode to show special tokens."
-        )
-    return ids.astype(np.uint8).tobytes()
-
-
 def _as_bytes(ids: Iterable[int]) -> bytes:
     parts = bytearray()
     for token in np.asarray(ids, np.int64).tolist():
