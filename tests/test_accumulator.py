@@ -42,11 +42,15 @@ def test_sums_are_updated_in_place(channels, parts):
         assert (pointers(batch), pointers(group)) == at
     largest = 64 * 128 * 4
     for function, arguments in (
-        (accumulator.add_group, (group, np.bool_(False), gradients, weights)),
-        (accumulator.add_direct, (batch, gradients[0])),
-        (accumulator.close_group, (batch, group, weights[:, 0])),
+        (
+            accumulator._add_group,
+            (group, np.bool_(False), gradients, weights, weights[:, 0]),
+        ),
+        (accumulator._add_direct, (batch, gradients[0])),
+        (accumulator._close_group, (batch, group, weights[:, 0])),
     ):
-        memory = function.lower(*arguments).compile().memory_analysis()
+        program = accumulator.compiled(function, arguments[0])
+        memory = program.lower(*arguments).compile().memory_analysis()
         assert memory.temp_size_in_bytes < largest
         assert memory.alias_size_in_bytes >= largest
 
@@ -69,6 +73,18 @@ def test_every_sum_takes_its_own_share_of_every_gradient(channels, parts):
     size = sum(x.size for x in jax.tree.leaves(PARAMS))
     entry = (0.5 + coefficients @ expected) / 4
     assert float(norm) == pytest.approx(entry * size**0.5, rel=1e-5)
+
+
+def test_sums_so_far_can_change_their_unit():
+    gradients, weights = group_call(2, 1)
+    group = accumulator.init(PARAMS, 2)
+    for fresh in (True, False):
+        factors = np.array([1.0, 0.5])
+        group = accumulator.add_group(
+            group, np.bool_(fresh), gradients, weights, factors
+        )
+    for s, expected in enumerate((2.0, 3.0)):
+        assert_all(jax.tree.map(lambda x, s=s: x[s], group), expected)
 
 
 @pytest.mark.parametrize("left", [np.nan, np.inf, 1e38])
@@ -104,6 +120,21 @@ def test_gradient_of_no_calls_is_zero():
     assert float(norm) == 0.0
 
 
+@pytest.mark.parametrize("unit", [0.0, 1e-35, 1e-20, 1.0, 1e20, 1e37])
+def test_norm_is_right_for_gradients_whose_squares_are_not_float32(unit):
+    batch = {"w": jnp.array([[3.0, 0.0]]) * unit, "b": [jnp.array([4.0]) * unit]}
+    like = {"w": jnp.zeros(2), "b": [jnp.zeros(())]}
+    _, norm = accumulator.finalize(batch, 1.0, like)
+    assert float(norm) == pytest.approx(5 * unit, rel=1e-6)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_norm_of_a_gradient_that_is_not_finite_is_not_finite(value):
+    batch = {"w": jnp.array([[3.0, value, 1.0]])}
+    _, norm = accumulator.finalize(batch, 1.0, {"w": jnp.zeros(3)})
+    assert not np.isfinite(norm)
+
+
 def test_bytes_per_device_are_those_of_the_sums():
     sums = accumulator.init(PARAMS)
     total = sum(x.nbytes for x in jax.tree.leaves(sums))
@@ -117,9 +148,14 @@ def test_one_program_per_shape():
     sizes = []
     for number in (1.0, 2.0, 3.0):
         fresh = np.bool_(number == 1.0)
-        group = accumulator.add_group(group, fresh, gradients, number * weights)
+        group = accumulator.add_group(
+            group, fresh, gradients, number * weights, np.full(2, number)
+        )
         batch = accumulator.close_group(batch, group, number * weights[:, 0])
         accumulator.finalize(batch, number, PARAMS)
-        functions = (accumulator.add_group, accumulator.close_group)
-        sizes.append([f._cache_size() for f in functions])
+        programs = (
+            accumulator.compiled(accumulator._add_group, group),
+            accumulator.compiled(accumulator._close_group, batch),
+        )
+        sizes.append([f._cache_size() for f in programs])
     assert sizes[0] == sizes[1] == sizes[2]

@@ -1,6 +1,7 @@
 """A checkpoint gives the state back bit for bit, or says in one line why it cannot."""
 
 import logging
+import os
 import resource
 import signal
 import subprocess
@@ -354,6 +355,21 @@ def test_a_step_that_is_there_or_is_not_there_is_named(tmp_path):
         with pytest.raises(TypeError):
             checkpoints.save(5, LIKE, {"array": jnp.zeros(2)})
         assert checkpoints.steps() == [4]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("damaged", ["*", "_CHECKPOINT_METADATA", "_METADATA", "d/*"])
+def test_a_damaged_checkpoint_names_its_directory_and_the_way_out(tmp_path, damaged):
+    state = trained(jax.devices()[:1])
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        [checkpoints.save(step, state, {"version": step}) for step in (1, 2)]
+    for file in filter(os.path.isfile, (tmp_path / "2").rglob(damaged)):
+        os.truncate(file, file.stat().st_size // 2)
+    with Checkpoints(tmp_path) as checkpoints:
+        with pytest.raises(ConfigError, match="/2 .* Delete .* step 1 is") as error:
+            checkpoints.restore(2, state)
+        found, _ = checkpoints.restore(1, state)
+    assert error.value.__cause__ and sha256(found) == sha256(state)
 
 
 def test_a_hash_depends_on_paths_dtypes_shapes_and_bits_and_on_nothing_else():

@@ -45,6 +45,7 @@ def test_command_reads_the_newest_policy(untouched):
     config, workdir = untouched
     result = evaluate(config, workdir, samples=4)
     again = evaluate(config, workdir, samples=1)
+    assert list(evaluate(config, workdir, samples=3)["pass_at"]) == ["1", "2", "3"]
     assert result["step"] == 2
     assert again["success"] == read(workdir)[-1]["heldout_success"]
     passes = list(result["pass_at"].values())
@@ -69,7 +70,7 @@ def test_nothing_to_evaluate_is_said(tmp_path):
     config = echo_task.small()
     with pytest.raises(ConfigError, match="no policy"):
         evaluate(config, tmp_path / "empty")
-    for options in ({"questions": 33}, {"samples": 0}, {"questions": -1}):
+    for options in ({"questions": 33}, {"samples": 0}, {"questions": 0}):
         with pytest.raises(ConfigError, match="held-out questions"):
             evaluate(config, tmp_path / "empty", **options)
 

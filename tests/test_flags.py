@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -188,6 +189,66 @@ def test_wrong_config_file_is_one_line_and_status_2(file, capsys, variant, messa
 def test_missing_file_names_the_nearest_one(file, capsys):
     assert command_line(f"--config={file[:-6]}ran.py")[0] == 2
     assert f"Did you mean {file}?" in capsys.readouterr().err
+
+
+def test_a_file_that_is_not_python_is_named(tmp_path, capsys):
+    path = tmp_path / "README.md"
+    path.write_text("# Title\n")
+    assert command_line(f"--config={path}")[0] == 2
+    assert "README.md', expected a Python file with" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("Config(steps=3)", "returns the same for it as for none"),
+        ("{None: Config()}[variant]", r"ignorant.py:2: there is no 'foo' \(KeyError\)"),
+    ],
+)
+def test_a_variant_that_the_file_does_not_know_is_refused(tmp_path, body, message):
+    path = tmp_path / "ignorant.py"
+    path.write_text(
+        "from thundersync_jax.config import Config\n"
+        f"get_config = lambda variant=None: {body}\n"
+    )
+    load_config(str(path))
+    with pytest.raises(ConfigError, match=message):
+        load_config(f"{path}:foo")
+
+
+INTERRUPTED = {
+    "raises": "time.sleep(60)",
+    "swallows": "try: time.sleep(60)\n    except KeyboardInterrupt: pass",
+    "fails": "try: time.sleep(60)\n    finally: raise RuntimeError('mine')",
+    "hangs": "try: time.sleep(60)\n    finally: time.sleep(60)",
+    "thread": "threading.Thread(target=time.sleep, args=(60,)).start(); time.sleep(60)",
+}
+
+
+@pytest.mark.parametrize("how", INTERRUPTED)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_in_one_line_whatever_the_command_makes_of_it(how, number):
+    script = (
+        "import threading, time\n"
+        "from thundersync_jax import flags, interrupts\n"
+        "interrupts._GRACE_SECS = 0.2\n"
+        "def command(workdir):\n"
+        "    print('started', flush=True)\n"
+        f"    {INTERRUPTED[how]}\n"
+        "flags.run(command, needs=(), argv=['program'])\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    ) as process:
+        assert process.stdout.readline() == "started\n"
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=10)
+    assert errors == "interrupted\n"
+    assert process.returncode == 128 + number
 
 
 @pytest.mark.parametrize("missing", ["--config", "--workdir"])

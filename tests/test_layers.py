@@ -14,7 +14,7 @@ PACKAGE = pathlib.Path(thundersync_jax.__file__).parent
 RUN = 5  # whatever is not named below: where everything meets
 LAYERS = {
     # Interfaces that two layers share are data, and belong to the lowest.
-    0: "types config errors flags checks settings rollout.engine envs.base",
+    0: "types config errors flags interrupts checks settings rollout.engine envs.base",
     1: "ops",
     2: "models",
     3: "mesh buckets signature surrogate accumulator replica state",

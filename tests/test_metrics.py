@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from thundersync_jax import metrics
+from thundersync_jax.errors import ConfigError
 from thundersync_jax.metrics import METRICS, Metrics
 
 
@@ -54,6 +55,16 @@ def test_a_character_cut_in_two_is_a_torn_line(tmp_path):
     assert [line["step"] for line in metrics.read(tmp_path)] == [1]
     write_steps(tmp_path, [2])
     assert steps_of(tmp_path) == [1, 2]
+
+
+@pytest.mark.parametrize("step", ['"3"', "2.5", "null", "true"])
+def test_a_step_that_is_no_whole_number_is_named(tmp_path, step):
+    write_steps(tmp_path, [1])
+    with open(tmp_path / metrics.FILE, "a") as file:
+        file.write(f'{{"step": {step}}}\n')
+    for call in (metrics.read, lambda place: Metrics(place, 1)):
+        with pytest.raises(ConfigError, match=r"metrics.jsonl:2 has step"):
+            call(tmp_path)
 
 
 def test_without_a_resume_step_nothing_whole_is_dropped(tmp_path):

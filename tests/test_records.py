@@ -160,6 +160,18 @@ def test_a_damaged_line_is_named(tmp_path):
         records.read_rollouts(path)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("reward", "high"), ("advantage", [1]), ("turns", None), ("times", {"a": "b"})],
+)
+def test_a_value_of_another_type_is_named(capsys, tmp_path, name, value):
+    path = records.write_rollouts(tmp_path, 12, [trajectory()], {})
+    path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
+    status, _, errors = run_show(capsys, tmp_path)
+    assert status == 2 and errors.count("\n") == 1
+    assert "step_000012.jsonl:1 is no trajectory (TypeError:" in errors
+
+
 def run_show(capsys, workdir, *arguments):
     with pytest.raises(SystemExit) as status:
         flags.run(

@@ -4,9 +4,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from thundersync_jax import GradientStream, Surrogate, advantages, mesh, pad
+from thundersync_jax import (
+    GradientStream,
+    Surrogate,
+    accumulator,
+    advantages,
+    mesh,
+    pad,
+)
 from thundersync_jax.replica import Replica
 from thundersync_jax.schedule import RELEASES
 
@@ -220,6 +227,105 @@ def test_frozen_arrays_may_lie_with_the_parameters_or_elsewhere():
         assert (
             gradient["head"].sharding.device_set == params["head"].sharding.device_set
         )
+
+
+MIXED = {
+    "all": PartitionSpec(("fsdp", "tensor")),
+    "rows": PartitionSpec("fsdp"),
+    "columns": PartitionSpec(None, "tensor"),
+    "whole": PartitionSpec(),
+    "bias": PartitionSpec(),
+    "scale": PartitionSpec("tensor"),
+}
+
+
+def mixed_surrogate(params, sample):
+    x = sample["x"]
+    for name in ("all", "rows", "columns", "whole"):
+        x = jnp.tanh(x @ params[name].T + params["bias"][None])
+    x = x * params["scale"][None]
+    return Surrogate(jnp.sum(x), additive=jnp.sum(jnp.square(x)))
+
+
+def mixed_step(params, **settings):
+    settings = {"estimator": advantages.mean_std(), "open_groups": 2} | settings
+    stream = GradientStream(mixed_surrogate, params, **settings)
+    rng = np.random.default_rng(3)
+    for group in range(4):
+        stream.open_group(group, 3)
+    for member in range(3):
+        for group in range(4):
+            x = rng.normal(size=(2, 8)).astype(np.float32)
+            stream.complete(group, member, {"x": x})
+            stream.reward(group, member, float(rng.random()))
+    return stream.finish()[0]
+
+
+@pytest.mark.parametrize("partial", ["drop", "keep"])  # additive held back, and not
+@pytest.mark.parametrize("shape", [(1, 2, 1), (2, 2, 2)])
+def test_every_parameter_may_have_its_own_layout(shape, partial, spread):
+    """The compiler would spread sums of whole arrays as it spreads their gradients."""
+    rng = np.random.default_rng(0)
+    params = {
+        name: rng.normal(size=(8,) if name in ("bias", "scale") else (8, 8)) / 2
+        for name in MIXED
+    }
+    params = jax.tree.map(jnp.float32, params)
+    expected = mixed_step(params, release="batch")
+    grid = mesh.make_mesh(*shape)
+    placed = {
+        n: jax.device_put(x, NamedSharding(grid, MIXED[n])) for n, x in params.items()
+    }
+    for release in RELEASES:
+        gradient = mixed_step(placed, release=release, partial_groups=partial)
+        assert distance(gradient, expected) < REDUCTION
+        for name, x in placed.items():
+            assert gradient[name].sharding.is_equivalent_to(x.sharding, x.ndim)
+
+
+def test_sums_on_a_mesh_stay_where_they_are():
+    """Donated memory is used again though gradients lie another way."""
+    grid = mesh.make_mesh(1, 2, 2)
+    place = lambda spec: jax.device_put(  # noqa: E731
+        {"x": jnp.ones((8, 8))}, NamedSharding(grid, spec)
+    )
+    params, gradient = place(PartitionSpec()), place(PartitionSpec("fsdp", "tensor"))
+    batch, group = accumulator.init(params), accumulator.init(params, 2)
+    pointers = lambda: [  # noqa: E731
+        s.data.unsafe_buffer_pointer()
+        for x in (batch["x"], group["x"])
+        for s in x.addressable_shards
+    ]
+    before, weights = pointers(), np.ones((2, 1))
+    group = accumulator.add_group(group, np.bool_(True), (gradient,), weights)
+    batch = accumulator.add_direct(batch, gradient)
+    batch = accumulator.close_group(batch, group, np.ones(2))
+    assert pointers() == before
+    assert batch["x"].sharding == accumulator.lead_sharding(params["x"].sharding)
+
+
+@pytest.mark.parametrize("shape", [(1,), (2,)])
+def test_a_mesh_may_have_replicas_only(shape, spread):
+    grid = jax.make_mesh(
+        shape,
+        ("replica",),
+        axis_types=(AxisType.Auto,),
+        devices=jax.devices()[: shape[0]],
+    )
+    params = jax.device_put(make_params(), NamedSharding(grid, PartitionSpec()))
+    expected, _ = step(make_params(), release="batch")
+    for release in RELEASES:
+        gradient, _ = step(params, release=release, frozen=None)
+        assert distance(gradient, expected) < REDUCTION
+
+
+@pytest.mark.parametrize("names", [("replica",), ("replica", "fsdp"), ("fsdp",)])
+def test_mesh_with_explicit_axes_is_refused_at_start(names):
+    """What jax.make_mesh makes where it is told nothing."""
+    grid = jax.make_mesh((2, 1)[: len(names)], names, devices=jax.devices()[:2])
+    params = jax.device_put({"x": jnp.zeros(())}, NamedSharding(grid, PartitionSpec()))
+    with pytest.raises(ValueError, match=r"Explicit.*AxisType\.Auto,\) \* \d"):
+        GradientStream(surrogate, params, estimator=None)
 
 
 def test_parameters_sharded_over_replicas_are_refused():

@@ -1,9 +1,13 @@
 """How a stream uses the machine: programs, devices in flight, host time."""
 
+import gc
+import weakref
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from toy_stream import feed, toy, weighted
 
 from thundersync_jax import GradientStream, Surrogate, advantages
 from thundersync_jax.replica import IN_FLIGHT, Replica
@@ -180,3 +184,45 @@ def test_advance_starts_waiting_work_without_an_event(monkeypatch):
     monkeypatch.undo()
     assert not stream.advance()
     assert len(calls) == 1
+
+
+class Slotted:
+    """No weak reference, and found by value."""
+
+    __slots__ = ()
+
+    def __call__(self, params, sample):
+        return weighted(params, sample)
+
+    def __eq__(self, other):
+        return isinstance(other, Slotted)
+
+    def __hash__(self):
+        return 1
+
+
+def test_surrogate_of_one_step_goes_with_what_it_closes_over():
+    big = np.ones(3)
+
+    def make():
+        held = big.copy()
+        function = lambda p, s: Surrogate(jnp.sum(p["x"] * s["s"] * held))  # noqa: E731
+        stream = toy(function)
+        feed(stream, {"a": [(1.0, 2.0), (0.0, 1.0)]})
+        stream.finish()
+        return weakref.ref(function)
+
+    gone = make()
+    jax.clear_caches()  # those of jax.jit are jax's
+    gc.collect()
+    assert gone() is None
+
+
+def test_equal_surrogates_share_their_programs():
+    reports = []
+    for _ in range(3):
+        stream = toy(Slotted())
+        feed(stream, {"a": [(1.0, 2.0), (0.0, 1.0)]})
+        reports.append(stream.finish()[1])
+        gc.collect()
+    assert [report.compiles > 0 for report in reports] == [True, False, False]

@@ -4,11 +4,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from toy_stream import additive, feed, toy
+from toy_stream import additive, feed, step, toy, weighted
 
 from thundersync_jax import Surrogate, advantages, pad
 from thundersync_jax.errors import StreamError
 from thundersync_jax.schedule import RELEASES
+
+
+def two_parts(params, sample):
+    return weighted(params, sample)._replace(
+        additive=jnp.sum(params["x"] * sample["s"])
+    )
 
 
 def test_members_without_samples_count_and_add_nothing():
@@ -65,6 +71,40 @@ def test_gradient_that_is_not_finite_ends_the_step_and_names_the_trajectory():
             stream.finish()
 
 
+@pytest.mark.parametrize("metrics", [None, {"m": 1.0}])
+@pytest.mark.parametrize("partial", ["drop", "keep"])
+def test_gradient_that_counts_for_nothing_may_be_anything(partial, metrics):
+    """Samples of a group with equal rewards, streamed, direct or skipped."""
+    function = lambda p, s: weighted(p, s)._replace(metrics=metrics)  # noqa: E731
+    for release in RELEASES:
+        stream = toy(
+            function, release=release, denominator="none", partial_groups=partial
+        )
+        bad, good = [(1.0, np.nan), (1.0, np.inf), (1.0, 1.0)], [(1.0, 2.0), (0.0, 1.0)]
+        feed(stream, {"bad": bad, "good": good})
+        gradient, report = stream.finish()
+        assert float(gradient["x"]) == 0.5
+        assert report.uniform_groups == 1
+        assert np.isfinite(report.loss)
+
+
+@pytest.mark.parametrize("function", [additive, two_parts])
+def test_additive_gradient_counts_whatever_the_rewards(function):
+    for release in RELEASES:
+        for partial in ("drop", "keep"):
+            stream = toy(function, release=release, partial_groups=partial)
+            feed(stream, {"bad": [(1.0, 1.0), (1.0, np.nan)]})
+            with pytest.raises(StreamError, match="'bad'/1 is not finite"):
+                stream.finish()
+
+
+def test_sample_of_advantage_0_in_a_mixed_group_is_named_where_it_was_summed():
+    stream = toy(release="trajectory")
+    feed(stream, {"bad": [(1.0, 1.0), (0.5, np.nan), (0.0, 2.0)]})
+    with pytest.raises(StreamError, match="'bad'/1 is not finite"):
+        stream.finish()
+
+
 def test_gradient_of_a_dropped_group_may_be_anything():
     stream = toy(open_groups=1, denominator="none")
     stream.open_group("bad", 2)
@@ -99,6 +139,46 @@ def test_scale_of_rewards_does_not_matter_to_a_normalised_advantage(unit):
                 stream.reward("a", member, rewards[member])
             expected = (1e6 - 1.0) * 1.5**0.5 / 3
             assert float(stream.finish()[0]["x"]) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("partial", ["drop", "keep"])
+@pytest.mark.parametrize("seed", range(8))
+def test_rewards_of_any_magnitude_meet_the_float64_sum(seed, partial):
+    """From 1e-30 to 1e30 in one group: sums in one fixed unit overflow."""
+    rng = np.random.default_rng(seed)
+    size = int(rng.integers(2, 7))
+    scores = rng.normal(size=(size, 5)) * 10.0 ** rng.uniform(-3, 3, (size, 1))
+    rewards = rng.choice([-1, 0, 1], size) * 10.0 ** rng.uniform(-30, 29.9, size)
+    if seed == 0:
+        rewards, scores = np.array([0, 1e-40, 1, 0]), scores[[0, 1, 0, 1]]
+    scores = np.float32(scores)
+    for estimator in (advantages.mean_std(eps=0.0), advantages.mean_only()):
+        terms = estimator.advantages(rewards)[:, None] * scores.astype(np.float64)
+        scale = np.abs(terms).max()
+        for release in RELEASES:
+            for order in (range(len(rewards)), np.argsort(np.abs(rewards))):
+                gradient, _ = step(
+                    {"a": list(rewards)},
+                    {"a": list(scores)},
+                    [("a", int(member)) for member in order],
+                    params=(5,),
+                    estimator=estimator,
+                    release=release,
+                    partial_groups=partial,
+                )
+                np.testing.assert_allclose(
+                    gradient, terms.sum(axis=0), rtol=0, atol=1e-5 * scale
+                )
+
+
+def test_first_small_difference_does_not_set_the_scale_of_the_rest():
+    stream = toy()
+    feed(stream, {"a": [(0.0, 1.0), (1e-40, 2.0), (1.0, 1.2), (0.0, 1.0)]})
+    batch = toy(release="batch")
+    feed(batch, {"a": [(0.0, 1.0), (1e-40, 2.0), (1.0, 1.2), (0.0, 1.0)]})
+    expected = (1.2 - 5.2 / 4) / 4
+    for each in (stream, batch):
+        assert float(each.finish()[0]["x"]) == pytest.approx(expected, rel=1e-5)
 
 
 def test_float64_parameters_keep_float64_throughout():

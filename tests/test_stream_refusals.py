@@ -25,6 +25,13 @@ def two_parts(params, sample):
     return surrogate(params, sample)._replace(additive=additive)
 
 
+class Unhashable:
+    __hash__ = None
+
+    def __call__(self, params, sample):
+        return surrogate(params, sample)
+
+
 def make(function=surrogate, **settings):
     defaults = {"estimator": advantages.mean_only(), "denominator": "tokens"}
     return GradientStream(function, PARAMS, **defaults | settings)
@@ -87,6 +94,25 @@ MISUSE = {
         lambda s: s.complete("a", 2, {"s": 3.0, "text": "four"}, tokens=1),
         ["'four'", "numbers", "encode"],
     ),
+    "integer beyond int32": (
+        lambda s: s.complete("a", 2, {"s": 2**40}, tokens=1),
+        ["1099511627776", "int32", "float"],
+    ),
+    "integers beyond int32": (
+        lambda s: s.complete("a", 2, {"s": np.array([1, -(2**31) - 1])}, tokens=1),
+        ["int32", "float"],
+    ),
+    "integer beyond uint32": (
+        lambda s: s.complete("a", 2, {"s": np.uint64(2**32)}, tokens=1),
+        ["4294967296", "uint32"],
+    ),
+    "group without a hash": (lambda s: s.open_group(["b"], 2), ["['b']", "tuple"]),
+    "completion without a hash": (
+        lambda s: s.complete(["a"], 2, {"s": 3.0}, tokens=1),
+        ["['a']", "tuple"],
+    ),
+    "reward without a hash": (lambda s: s.reward({"a"}, 1, 1.0), ["{'a'}", "tuple"]),
+    "failure without a hash": (lambda s: s.fail(["a"], 1, "x"), ["['a']", "tuple"]),
     "finish too early": (
         lambda s: s.finish(),
         ["2 members", "'a'/1", "'a'/2", "fail"],
@@ -168,15 +194,21 @@ def test_refused_first_sample_leaves_no_trace():
         ({"release": "turn"}, ["'turn'", "'batch', 'group', 'trajectory'"]),
         ({"partial_groups": "maybe"}, ["'maybe'", "'drop', 'keep', 'fail'"]),
         ({"denominator": "token"}, ["'token'", "'tokens'"]),
-        ({"denominator": None}, ["None", "'tokens'"]),
+        ({"denominator": None}, ["None", "'tokens'", "a number above 0"]),
+        ({"denominator": True}, ["True", "a number above 0"]),
+        ({"denominator": np.ones(2)}, ["a number above 0"]),
+        ({"denominator": np.float32(-1)}, ["-1", "above 0"]),
         ({"denominator": 0}, ["denominator is 0", "above 0"]),
         ({"denominator": np.nan}, ["denominator is nan", "above 0"]),
         ({"open_groups": 0}, ["open_groups is 0", "at least 1", "'group'"]),
         ({"open_groups": None}, ["open_groups is None", "at least 1"]),
+        ({"open_groups": True}, ["open_groups is True", "at least 1"]),
+        ({"rows_per_call": True}, ["rows_per_call is True", "at least 1"]),
         ({"rows_per_call": 0}, ["rows_per_call is 0", "at least 1"]),
         ({"estimator": "mean_std"}, ["'mean_std'", "advantages.mean_std()"]),
         ({"estimator": advantages.mean_std}, ["advantages.mean_std()"]),
         ({"function": None}, ["surrogate is None", "function"]),
+        ({"function": Unhashable()}, ["surrogate is", "no hash", "__hash__"]),
     ],
 )
 def test_settings_that_cannot_work_are_refused_at_start(settings, names):
@@ -211,6 +243,27 @@ def test_surrogates_of_another_form_are_refused_before_they_run(function, names)
     with pytest.raises(TypeError) as error:
         stream.complete("a", 0, {"s": 1.0}, tokens=1)
     assert all(name in str(error.value) for name in names), error.value
+
+
+def test_complex_metric_is_refused_and_loses_nothing():
+    stream = make(lambda p, s: Surrogate(p["x"], None, {"m": jnp.complex64(1j)}))
+    stream.open_group("a", 1)
+    names = ["metrics['m']", "complex64", "real"]
+    refused(lambda: stream.complete("a", 0, {"s": 1.0}, tokens=1), names)
+    stream.fail("a", 0, reason="no sample")
+    stream.finish()
+
+
+def test_numbers_of_numpy_are_numbers():
+    gradients = []
+    for two, three in ((2, 3), (np.float32(2), np.int64(3)), (np.int8(2), np.uint8(3))):
+        stream = make(denominator=two, open_groups=three, rows_per_call=three)
+        stream.open_group("a", 2)
+        for member in range(2):
+            stream.complete("a", member, {"s": float(member)})
+            stream.reward("a", member, float(member))
+        gradients.append(float(stream.finish()[0]["x"]))
+    assert gradients == [0.25] * 3
 
 
 def test_rewards_have_no_place_without_an_estimator():

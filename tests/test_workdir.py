@@ -2,12 +2,14 @@
 
 import dataclasses
 import json
+import subprocess
+import sys
 
 import pytest
 
 from thundersync_jax.config import Config, OptimConfig
 from thundersync_jax.errors import ConfigError
-from thundersync_jax.workdir import claim
+from thundersync_jax.workdir import claim, locked, saved_result
 
 CONFIG = Config(steps=10)
 
@@ -61,3 +63,44 @@ def test_a_file_that_is_no_config_is_refused_in_one_line(tmp_path, text):
     with pytest.raises(ConfigError, match="is no saved config"):
         claim(tmp_path, CONFIG)
     assert (tmp_path / "config.json").read_text() == text
+
+
+@pytest.mark.parametrize("text", ["{bad", "[]", "{}", '{"steps": "ten"}'])
+def test_a_file_that_is_no_result_is_refused_in_one_line(tmp_path, text):
+    (tmp_path / "result.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"result.json is no saved result.* Delete"):
+        saved_result(tmp_path, 10)
+
+
+def test_what_cannot_be_a_directory_is_refused_in_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ConfigError, match="expected a directory to write to"):
+            claim(place, CONFIG)
+        with pytest.raises(ConfigError, match="directory"), locked(place):
+            pass
+
+
+def test_one_process_at_a_time_and_a_killed_one_leaves_no_lock(tmp_path):
+    code = (
+        "import sys, thundersync_jax.workdir as workdir\n"
+        "with workdir.locked(sys.argv[1]):\n"
+        "    print('locked', flush=True)\n"
+        "    sys.stdin.read()\n"
+    )
+    place = tmp_path / "run"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, place],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as other:
+        assert other.stdout.readline() == b"locked\n"
+        with (
+            pytest.raises(ConfigError, match=r"run: another process is using it; wait"),
+            locked(place),
+        ):
+            pass
+        other.kill()
+    for _ in range(2):
+        with locked(place):
+            pass

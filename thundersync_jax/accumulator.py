@@ -17,10 +17,12 @@ leading 1 of the batch sum is the replica axis, on which replicas' sums are join
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 Tree = Any
@@ -60,15 +62,17 @@ def bytes_per_device(params: Tree) -> int:
     return sum(leaf_bytes(x) for x in jax.tree.leaves(params))
 
 
-@functools.partial(jax.jit, donate_argnums=0)
 def add_direct(batch: Tree, gradient: Tree) -> Tree:
     """Adds a gradient whose coefficient is already inside it. `batch` is donated."""
-    return jax.tree.map(lambda b, g: b + g.astype(b.dtype)[None], batch, gradient)
+    return compiled(_add_direct, batch)(batch, gradient)
 
 
-@functools.partial(jax.jit, donate_argnums=0)
 def add_group(
-    group: Tree, fresh: jax.Array, gradients: tuple[Tree, ...], weights: jax.Array
+    group: Tree,
+    fresh: jax.Array,
+    gradients: tuple[Tree, ...],
+    weights: jax.Array,
+    factors: jax.Array | None = None,
 ) -> Tree:
     """Adds one call's gradients to the sums of an open group. `group` is donated.
 
@@ -78,24 +82,16 @@ def add_group(
         used place this way costs nothing, a separate pass of zeros would.
       gradients: N trees like the parameters.
       weights: [S, N], sum s receives sum_n weights[s, n] * gradients[n].
+      factors: [S], what the sums so far are multiplied by first; None for 1.
 
     Returns:
       The new sums [S, *param].
     """
-
-    def add(sums, *leaves):
-        # One elementwise expression over [S, *param]: written sum by sum and stacked,
-        # XLA makes a copy of the whole array instead of updating it in place.
-        total = jnp.where(fresh, jnp.zeros_like(sums), sums)
-        for n, leaf in enumerate(leaves):
-            weight_s = jnp.expand_dims(weights[:, n], tuple(range(1, sums.ndim)))
-            total += weight_s.astype(sums.dtype) * leaf.astype(sums.dtype)[None]
-        return total
-
-    return jax.tree.map(add, group, *gradients)
+    if factors is None:
+        factors = np.ones(len(weights))
+    return compiled(_add_group, group)(group, fresh, gradients, weights, factors)
 
 
-@functools.partial(jax.jit, donate_argnums=0)
 def close_group(batch: Tree, group: Tree, coefficients: jax.Array) -> Tree:
     """Adds a group whose coefficients are now known. `batch` is donated, `group` not.
 
@@ -104,13 +100,7 @@ def close_group(batch: Tree, group: Tree, coefficients: jax.Array) -> Tree:
       group: Sums [S, *param]; their place may be used again with `fresh`.
       coefficients: [S], the number each sum is multiplied by.
     """
-
-    def close(total, sums):
-        for s in range(sums.shape[0]):
-            total += coefficients[s].astype(total.dtype) * sums[s : s + 1]
-        return total
-
-    return jax.tree.map(close, batch, group)
+    return compiled(_close_group, batch)(batch, group, coefficients)
 
 
 def finalize(batches: Tree, denominator: Any, like: Tree) -> tuple[Tree, jax.Array]:
@@ -136,6 +126,53 @@ def lead_sharding(sharding: jax.sharding.Sharding, name: str | None = None):
     return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
 
 
+def compiled(function: Callable, sums: Tree) -> Callable:
+    """The program of a function that updates `sums` in place.
+
+    On a mesh its result lies as `sums` do: left to itself, the compiler spreads a sum
+    as it spread the gradient, and then neither memory is reused nor can replicas join.
+    """
+    leaves, treedef = jax.tree.flatten(sums)
+    if not isinstance(leaves[0].sharding, NamedSharding):
+        return _jit(function, None, ())
+    return _jit(function, treedef, tuple(x.sharding for x in leaves))
+
+
+@functools.lru_cache(maxsize=256)
+def _jit(function, treedef, shardings):
+    layout = {"out_shardings": treedef.unflatten(shardings)} if treedef else {}
+    return jax.jit(function, donate_argnums=0, **layout)
+
+
+def _add_direct(batch, gradient):
+    return jax.tree.map(lambda b, g: b + g.astype(b.dtype)[None], batch, gradient)
+
+
+def _add_group(group, fresh, gradients, weights, factors):
+    def add(sums, *leaves):
+        # One elementwise expression over [S, *param]: written sum by sum and stacked,
+        # XLA makes a copy of the whole array instead of updating it in place.
+        def spread(number_s):
+            axes = tuple(range(1, sums.ndim))
+            return jnp.expand_dims(number_s, axes).astype(sums.dtype)
+
+        total = jnp.where(fresh, jnp.zeros_like(sums), spread(factors) * sums)
+        for n, leaf in enumerate(leaves):
+            total += spread(weights[:, n]) * leaf.astype(sums.dtype)[None]
+        return total
+
+    return jax.tree.map(add, group, *gradients)
+
+
+def _close_group(batch, group, coefficients):
+    def close(total, sums):
+        for s in range(sums.shape[0]):
+            total += coefficients[s].astype(total.dtype) * sums[s : s + 1]
+        return total
+
+    return jax.tree.map(close, batch, group)
+
+
 @functools.lru_cache(maxsize=256)
 def _zeros(specs):
     def zeros():
@@ -153,5 +190,15 @@ def _finalize(shardings, batches, denominator):
         if isinstance(sharding, NamedSharding):
             leaf = jax.lax.with_sharding_constraint(leaf, sharding)
         gradient.append(leaf)
-    norm = jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in gradient))
-    return treedef.unflatten(gradient), norm
+    return treedef.unflatten(gradient), _norm(gradient)
+
+
+def _norm(leaves):
+    """L2 over all leaves; squares of 1e20 and of 1e-30 would leave float32."""
+    largest = functools.reduce(
+        jnp.maximum, [jnp.max(jnp.abs(x), initial=0.0) for x in leaves]
+    )
+    # A power of two, by which division is exact.
+    unit = jnp.ldexp(jnp.ones_like(largest), jnp.frexp(largest)[1] - 1)
+    unit = jnp.where((largest > 0) & jnp.isfinite(largest), unit, 1.0)
+    return unit * jnp.sqrt(sum(jnp.sum(jnp.square(x / unit)) for x in leaves))

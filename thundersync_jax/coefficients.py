@@ -2,11 +2,12 @@
 
 A group advantage is A_i = scale * (r_i - centre) + offset, so over streamed members
 
-    sum A_i s_i = offset * F0 + (scale * unit) * F1
-    F0 = sum s_i    F1 = sum (r_i - centre) / unit * s_i
+    sum A_i s_i = offset * F0 + scale * F1
+    F0 = sum s_i    F1 = sum (r_i - centre) * s_i
 
-with the group's first streamed reward as centre and the first difference from it as
-unit: float32 sums then hold rewards of any size. Plain numbers, one object per step.
+with the group's first streamed reward as centre, so that rewards 1000 and 1001 lose no
+digits. Plain float64 numbers of any size, one object per step; what of them fits the
+sums' float32 is the replica's business.
 """
 
 from collections.abc import Hashable, Sequence
@@ -17,7 +18,7 @@ from thundersync_jax.ops.advantages import Estimator
 
 
 class Coefficients:
-    """Centres and units of the groups that hold sums.
+    """Centres of the groups that hold sums.
 
     Args:
       estimator: The group advantage, or None where nothing is weighted.
@@ -25,7 +26,7 @@ class Coefficients:
 
     def __init__(self, estimator: Estimator | None):
         self._estimator = estimator
-        self._scales: dict[Hashable, tuple[float, float]] = {}  # centre, unit
+        self._centres: dict[Hashable, float] = {}
 
     def hold(self, group: Hashable, reward: float | None, additive: bool) -> np.ndarray:
         """What each sum of an open group takes of each gradient of a call.
@@ -40,10 +41,8 @@ class Coefficients:
         """
         rows = []
         if reward is not None:
-            centre, unit = self._scales.get(group, (reward, 0.0))
-            unit = unit or abs(reward - centre)
-            self._scales[group] = centre, unit
-            rows += [[1.0, 0.0], [(reward - centre) / (unit or 1.0), 0.0]]
+            centre = self._centres.setdefault(group, reward)
+            rows += [[1.0, 0.0], [reward - centre, 0.0]]
         if additive:
             rows.append([0.0, 1.0])
         weights = np.array(rows)
@@ -60,10 +59,10 @@ class Coefficients:
           additive: As in `hold`.
         """
         numbers = []
-        if group in self._scales:
-            centre, unit = self._scales.pop(group)
+        if group in self._centres:
+            centre = self._centres.pop(group)
             scale, offset = self._estimator.coefficients(rewards, centre)
-            numbers += [offset, scale * unit]
+            numbers += [offset, scale]
         if additive:
             numbers.append(1.0)
         return np.array(numbers)

@@ -4,19 +4,14 @@
 arguments; nothing else reads them.
 """
 
-import contextlib
 import dataclasses
 import importlib.util
 import inspect
 import json
-import logging
 import math
 import os
 import re
-import signal
 import sys
-import threading
-import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -27,6 +22,7 @@ from absl import flags as absl_flags
 
 from thundersync_jax.config import Config
 from thundersync_jax.errors import ConfigError, StreamError
+from thundersync_jax.interrupts import Interrupts
 from thundersync_jax.settings import (
     config_dict,
     describe,
@@ -39,7 +35,6 @@ from thundersync_jax.settings import (
 
 _PREFIX = "--config."
 _REFUSED, _FAILED, _INTERRUPTED = 2, 1, 130
-_GRACE_SECS = 4.0  # for the command's own `with` blocks after an interrupt
 
 
 class Flag(NamedTuple):
@@ -81,7 +76,7 @@ def run(
     """
     argv = list(sys.argv if argv is None else argv)
     try:
-        with _Interrupts():
+        with Interrupts():
             status = _run(command, dict(flags or {}), needs, argv)
     except (ConfigError, StreamError) as error:
         print(f"{type(error).__name__}: {_one_line(error)}", file=sys.stderr)
@@ -362,63 +357,6 @@ def _help(command: Callable[..., Any], accepted: Mapping[str, Flag]) -> str:
             "  --print_config lists every setting and what set it",
         ]
     return "\n".join(lines)
-
-
-class _Interrupts:
-    """Ctrl-C and SIGTERM raise KeyboardInterrupt, and nothing else can come of them.
-
-    Raised in the middle of orbax, asyncio or an import it may be swallowed, become
-    another error, or leave a thread behind that never ends. So the signal is remembered,
-    and the process ends without the interpreter's own end, which joins all threads: the
-    command's `with` blocks were run by the exception, and every file is whole or not
-    taken. A second signal, or too long a wait, ends it at once.
-    """
-
-    def __enter__(self) -> None:
-        self._status: int | None = None
-        self._before: dict[int, Any] = {}
-        if threading.current_thread() is not threading.main_thread():
-            return
-        for number in (signal.SIGINT, signal.SIGTERM):
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                self._before[number] = signal.signal(number, self._receive)
-        # A handler waits until the main thread is back from C; the pipe does not.
-        reading, self._writing = os.pipe()
-        os.set_blocking(self._writing, False)
-        self._fd_before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
-        threading.Thread(target=self._watch, args=(reading,), daemon=True).start()
-
-    def __exit__(self, *_: object) -> None:
-        if self._status is not None:
-            with contextlib.suppress(Exception):
-                sys.stdout.flush()
-            _end(self._status)
-        if self._before:
-            signal.set_wakeup_fd(self._fd_before)
-            os.close(self._writing)
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _receive(self, number: int, _: Any) -> NoReturn:
-        if self._status is not None:
-            _end(self._status)
-        self._status = 128 + number
-        # What other threads say of a process that is ending explains nothing.
-        threading.excepthook = sys.unraisablehook = lambda *_: None
-        logging.disable()
-        raise KeyboardInterrupt
-
-    def _watch(self, reading: int) -> None:
-        with open(reading, "rb", buffering=0) as pipe:
-            while number := pipe.read(1):
-                if number[0] in self._before:
-                    time.sleep(_GRACE_SECS)
-                    _end(128 + number[0])
-
-
-def _end(status: int) -> NoReturn:
-    os.write(2, b"interrupted\n")  # sys.stderr may be busy with what was interrupted
-    os._exit(status)
 
 
 def _one_line(error: BaseException) -> str:

@@ -126,19 +126,20 @@ class Ledger:
         }[kind]
         return float(count or 1)
 
-    def check_finite(self, values: list[Any], norm: float) -> None:
+    def check_finite(self, values: list[Any], norm: float, additive: bool) -> None:
         """Looks for numbers that would ruin the parameters.
 
         Args:
           values: What the device evaluated, fetched, one per call.
           norm: Of the whole gradient.
+          additive: Whether every sample has an additive part.
 
         Raises:
           StreamError: There are some; names the trajectories where they are at fault.
         """
         bad = []
         for (call, _), evaluated in zip(self.calls, values, strict=True):
-            if bool(evaluated.finite):
+            if bool(evaluated.finite) or not (additive or self._weighs(call)):
                 continue
             rows = [
                 item
@@ -182,7 +183,8 @@ class Ledger:
                 row = np.asarray(row, np.float64)
                 advantage = self.advantages[item.group][item.member]
                 carrying[call.place is not None] += advantage != 0
-                numerator += advantage * row[0] + row[1]
+                # A sample of advantage 0 counts for nothing, whatever its value.
+                numerator += (advantage * row[0] if advantage else 0.0) + row[1]
                 rows.append(row[2:])
         columns = np.array(rows).reshape(len(rows), len(sums) + len(maxima)).T
         totals = [float(np.sum(c)) for c in columns[: len(sums)]]
@@ -214,6 +216,20 @@ class Ledger:
             loss=float(numerator / denominator),
             metrics=dict(zip((*sums, *maxima), (*totals, *largest), strict=True)),
             **rest,
+        )
+
+    def _weighs(self, call: Call) -> bool:
+        """Whether any advantage that the call was summed for is not 0.
+
+        On the direct path those of its samples; in the sums of a group those of the
+        whole group, for its sums are added or left out together.
+        """
+        groups = [self.advantages.get(item.group, {}) for item in call.items]
+        if call.place is not None:
+            return any(groups[0].values())
+        return any(
+            group.get(item.member)
+            for group, item in zip(groups, call.items, strict=True)
         )
 
     def _tokens(self) -> int:

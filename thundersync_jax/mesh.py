@@ -11,7 +11,14 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import (
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+    SingleDeviceSharding,
+)
 
 from thundersync_jax import accumulator
 
@@ -84,8 +91,9 @@ def split(params: Tree, frozen: Tree = None) -> tuple[list[Tree], list[Tree]]:
       The views of `params` and of `frozen`, one each per replica.
 
     Raises:
-      ValueError: There is no array in `params`, one is sharded over `replica`, or they
-        lie on different meshes or devices.
+      ValueError: There is no array in `params`, one is sharded over `replica`, they
+        lie on different meshes or devices, or the mesh has axes of another type than
+        Auto.
     """
     leaves = jax.tree.leaves(params)
     if not leaves:
@@ -97,6 +105,7 @@ def split(params: Tree, frozen: Tree = None) -> tuple[list[Tree], list[Tree]]:
             "them on one"
         )
     mesh = _mesh(leaves[0].sharding)
+    _check_auto(leaves[0].sharding)
     views = [params] if mesh is None else _views(params, lambda x: _split_leaf(x, mesh))
     first = [jax.tree.leaves(view)[0] for view in views]
 
@@ -153,6 +162,16 @@ def _views(tree, split_leaf):
     return [treedef.unflatten(part) for part in zip(*parts, strict=True)]
 
 
+def _check_auto(sharding: Sharding) -> None:
+    types = sharding.mesh.axis_types if isinstance(sharding, NamedSharding) else ()
+    if any(kind != AxisType.Auto for kind in types):
+        raise ValueError(
+            f"parameters lie on a mesh with axes {sharding.mesh.axis_names} of types "
+            f"{', '.join(str(kind) for kind in types)}; make it with mesh.make_mesh, "
+            f"or give jax.make_mesh axis_types=(AxisType.Auto,) * {len(types)}"
+        )
+
+
 def _mesh(sharding: Sharding) -> Mesh | None:
     if isinstance(sharding, NamedSharding) and "replica" in sharding.mesh.shape:
         return sharding.mesh
@@ -171,8 +190,11 @@ def _split_leaf(x: jax.Array, mesh: Mesh) -> list[jax.Array]:
     shards = {s.device: s.data for s in x.addressable_shards}
     views = []
     for devices in np.moveaxis(mesh.devices, axis, 0):
-        sub = Mesh(devices, rest, axis_types=(AxisType.Auto,) * len(rest))
-        sharding = NamedSharding(sub, x.sharding.spec)
-        data = [shards[d] for d in devices.flat]
+        if rest:
+            sub = Mesh(devices, rest, axis_types=(AxisType.Auto,) * len(rest))
+            sharding = NamedSharding(sub, x.sharding.spec)
+        else:
+            sharding = SingleDeviceSharding(devices)
+        data = [shards[d] for d in np.ravel(devices)]
         views.append(jax.make_array_from_single_device_arrays(x.shape, sharding, data))
     return views

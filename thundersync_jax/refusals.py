@@ -1,6 +1,7 @@
 """What a gradient stream refuses to be told: one line each, before anything changes."""
 
 import math
+import numbers
 import operator
 from collections.abc import Hashable
 from typing import Any, get_args
@@ -16,9 +17,13 @@ def check_choices(denominator: Any, release: Any, partial_groups: Any) -> None:
         ("release", release, get_args(Release)),
         ("partial_groups", partial_groups, get_args(PartialGroups)),
     ]
-    if not isinstance(denominator, int | float) or isinstance(denominator, bool):
-        kinds = ("none", "groups", "trajectories", "tokens")
-        choices.append(("denominator", denominator, kinds))
+    kinds = ("none", "groups", "trajectories", "tokens")
+    if isinstance(denominator, bool) or not isinstance(denominator, numbers.Real):
+        if not isinstance(denominator, str) or denominator not in kinds:
+            raise ValueError(
+                f"denominator is {denominator!r:.60}; expected one of "
+                f"{', '.join(map(repr, kinds))}, or a number above 0"
+            )
     elif not (math.isfinite(denominator) and denominator > 0):
         raise ValueError(f"denominator is {denominator!r}; expected a number above 0")
     for name, value, allowed in choices:
@@ -29,16 +34,24 @@ def check_choices(denominator: Any, release: Any, partial_groups: Any) -> None:
 
 def check_count(name: str, value: Any, way_out: str) -> None:
     """Requires a whole number above 0."""
-    if not isinstance(value, int) or value < 1:
+    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not whole or value < 1:
         raise ValueError(f"{name} is {value!r}; {way_out}")
 
 
 def check_functions(surrogate: Any, estimator: Any) -> None:
-    """Requires a function, and an estimator or None."""
+    """Requires a function that can be told from others, and an estimator or None."""
     if not callable(surrogate):
         raise ValueError(
             f"surrogate is {surrogate!r}; expected a function of (params, sample)"
         )
+    try:
+        hash(surrogate)
+    except TypeError:
+        raise ValueError(
+            f"surrogate is {surrogate!r:.60}, which has no hash to find its compiled "
+            "programs by; pass a function, or define __hash__"
+        ) from None
     if estimator is not None and not isinstance(estimator, Estimator):
         raise ValueError(
             f"estimator is {estimator!r}; expected one that a function of "

@@ -19,6 +19,7 @@ from thundersync_jax import accumulator, mesh, surrogate
 Tree = Any
 IN_FLIGHT = 2  # the running call and one behind it: later news still changes the next
 _LOOK_SECS = 1e-4
+_UNIT_RANGE = 2.0**20  # weights stay below it, far from both ends of float32
 
 
 class Replica:
@@ -37,7 +38,7 @@ class Replica:
         self._sharding = mesh.whole_sharding(jax.tree.leaves(params)[0])
         self._batch = accumulator.init(params)
         self._places: dict[int, Tree] = {}
-        self._holding: set[int] = set()
+        self._units: dict[int, np.ndarray] = {}  # float64[S] of places that hold sums
         self._running: collections.deque[jax.Array] = collections.deque()
 
     @property
@@ -64,10 +65,12 @@ class Replica:
 
         Args:
           samples: `rows` samples of one shape signature.
-          weights: float[rows, 2], the numbers (a_i, b_i).
+          weights: float[rows, 2], the numbers (a_i, b_i). Where all are 0 nothing is
+            added, whatever the gradient: 0 * NaN is no 0.
         """
         gradient, evaluated = self._gradient(samples, weights)
-        self._batch = accumulator.add_direct(self._batch, gradient)
+        if np.any(weights):
+            self._batch = accumulator.add_direct(self._batch, gradient)
         return self._started(evaluated)
 
     def hold(
@@ -78,9 +81,9 @@ class Replica:
         Args:
           sample: The sample.
           place: Which open group.
-          weights: float[S, N], what sum s receives of the n-th gradient. With N = 1
-            the gradient of `weighted` or, where there is no such part, of `additive`;
-            with N = 2 both.
+          weights: float64[S, N], what sum s receives of the n-th gradient, of any
+            size. With N = 1 the gradient of `weighted` or, where there is no such
+            part, of `additive`; with N = 2 both.
           add_now: Whether `additive`, apart from the sums, joins the batch sum at once.
         """
         if add_now or weights.shape[1] == 2:
@@ -98,20 +101,34 @@ class Replica:
             gradients = (gradient,)
         if place not in self._places:
             self._places[place] = accumulator.init(self._params, len(weights))
-        fresh = np.bool_(place not in self._holding)
-        self._holding.add(place)
+        fresh = np.bool_(place not in self._units)
+        weights, factors = self._in_units(place, weights)
         self._places[place] = accumulator.add_group(
-            self._places[place], fresh, gradients, weights
+            self._places[place], fresh, gradients, weights, factors
         )
         return self._started(evaluated)
 
     def close(self, place: int, coefficients: np.ndarray | None) -> None:
         """Ends an open group: its sums times float[S], or None to forget them."""
-        self._holding.discard(place)
-        if coefficients is not None and np.any(coefficients):
+        units = self._units.pop(place)
+        if coefficients is not None and np.any(coefficients * units):
             self._batch = accumulator.close_group(
-                self._batch, self._places[place], coefficients
+                self._batch, self._places[place], coefficients * units
             )
+
+    def _in_units(self, place, weights):
+        """Weights over the units of their sums, and what changed units do to the sums.
+
+        Float32 sums then hold weights of any size: a unit is the first weight other
+        than 0, and another one once a weight is out of all proportion to it.
+        """
+        sizes = np.max(np.abs(weights), axis=1)
+        before = self._units.get(place, np.zeros_like(sizes))
+        units = np.where(sizes > _UNIT_RANGE * before, sizes, before)
+        self._units[place] = units
+        ones = np.where(units == 0, 1.0, units)
+        factors = np.where(before == 0, 1.0, before / ones)
+        return weights / ones[:, None], factors
 
     def _gradient(self, samples, weights):
         with self._mesh():

@@ -111,6 +111,7 @@ class Schedule:
 
     def open_group(self, group: Hashable, members: int) -> None:
         """Announces a group of so many members."""
+        _check_name(group)
         if group in self._groups:
             raise ValueError(f"group {group!r} is open already; name every group once")
         if not isinstance(members, numbers.Integral) or members < 1:
@@ -210,6 +211,7 @@ class Schedule:
 
     def _unsettled(self, group, member, event):
         """Finds the member an event is about, or says what is wrong with the event."""
+        _check_name(group)
         if group not in self._groups:
             raise ValueError(
                 f"{event} for group {group!r}, which is not open; call open_group first"
@@ -294,6 +296,16 @@ class Schedule:
         """Moves what a group has not computed yet to the direct path."""
         self._final.extend(sorted(state.pending, key=lambda x: (x.member, x.sample)))
         state.pending.clear()
+
+
+def _check_name(group):
+    try:
+        hash(group)
+    except TypeError:
+        raise ValueError(
+            f"{group!r:.60} cannot name a group, for it has no hash; use a number, a "
+            "string or a tuple of them"
+        ) from None
 
 
 def _preference(state: _Group):

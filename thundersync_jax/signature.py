@@ -20,7 +20,7 @@ def sample_leaf(x: Any) -> Any:
     Numbers and numpy arrays are copied, so that a caller may fill a buffer again.
 
     Raises:
-      ValueError: It is not numeric.
+      ValueError: It is not numeric, or an integer too large for jax's integers.
     """
     if isinstance(x, jax.Array):
         weak = getattr(x, "weak_type", False)  # PRNG key arrays have no such thing
@@ -31,7 +31,14 @@ def sample_leaf(x: Any) -> Any:
             f"{x!r:.60} of dtype {array.dtype} is no array of numbers; leave it out of "
             "the tree or encode it"
         )
-    return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
+    dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+    converted = array.astype(dtype, copy=False)
+    if dtype != array.dtype and array.dtype.kind in "iu" and (converted != array).any():
+        raise ValueError(
+            f"{x!r:.60} does not fit {dtype}, the integers of jax; give it in parts or "
+            "as a float, or set jax_enable_x64"
+        )
+    return converted
 
 
 def device_leaf(x: Any) -> jax.Array:

@@ -32,13 +32,9 @@ from thundersync_jax.ledger import (
 from thundersync_jax.ops.advantages import Estimator
 from thundersync_jax.replica import IN_FLIGHT, Replica, wait_for_any
 from thundersync_jax.schedule import Call, Close, Release, Schedule
-from thundersync_jax.surrogate import Structure, Surrogate, structure
+from thundersync_jax.surrogate import Structure, Surrogate, structure, traced
 
 Tree = Any
-
-# What has been traced and compiled, for all streams of the process, as jit's own cache.
-_STRUCTURES: dict[Hashable, Structure] = {}
-_PROGRAMS: set[Hashable] = set()
 
 
 class GradientStream:
@@ -129,7 +125,8 @@ class GradientStream:
         self._open_max = 0
         self._compiles = 0
         arguments = signature.placed((self._params, self._frozen))
-        self._program = signature.number((surrogate, arguments))
+        self._arguments = signature.number(arguments)
+        self._traced = traced(surrogate)
         self._thread = threading.get_ident()
         self._ended: str | None = None
 
@@ -264,8 +261,8 @@ class GradientStream:
         sums = mesh.join([r.batch for r in self._replicas], self._params)
         gradient, norm = accumulator.finalize(sums, denominator, self._params)
         values = jax.device_get([evaluated for _, evaluated in ledger.calls])
-        ledger.check_finite(values, norm)
         parts = self._structure
+        ledger.check_finite(values, norm, bool(parts and parts.additive))
         report = ledger.report(
             values,
             denominator,
@@ -330,7 +327,8 @@ class GradientStream:
             weights = np.zeros((call.rows, 2))
             for row, item in enumerate(call.items):
                 advantages = ledger.advantages.get(item.group, {})
-                weights[row] = advantages.get(item.member, 0.0), 1.0
+                advantage = advantages.get(item.member, 0.0)
+                weights[row] = advantage * parts.weighted, parts.additive
             trees += trees[:1] * (call.rows - len(trees))
             evaluated = replica.direct(trees, weights)
         else:
@@ -351,13 +349,11 @@ class GradientStream:
 
     def _examine(self, tree, bucket) -> Structure:
         """Looks at the surrogate's parts once per shape signature."""
-        key = (self._program, bucket)
-        if key not in _STRUCTURES:
-            _STRUCTURES[key] = structure(
-                self._surrogate, self._params, self._frozen, tree
-            )
-        refusals.check_parts(_STRUCTURES[key], self._structure, self._estimator)
-        return _STRUCTURES[key]
+        key, known = (self._arguments, bucket), self._traced.structures
+        if key not in known:
+            known[key] = structure(self._surrogate, self._params, self._frozen, tree)
+        refusals.check_parts(known[key], self._structure, self._estimator)
+        return known[key]
 
     def _group_sum_bytes(self) -> int:
         if not self._open_max:
@@ -366,10 +362,11 @@ class GradientStream:
         return channels * self._open_max * accumulator.bytes_per_device(self._params)
 
     def _announce(self, call: Call, split: bool) -> None:
-        program = (self._program, split, call.rows, call.replica, call.items[0].bucket)
-        if program in _PROGRAMS:
+        bucket = call.items[0].bucket
+        program = (self._arguments, split, call.rows, call.replica, bucket)
+        if program in self._traced.programs:
             return
-        _PROGRAMS.add(program)
+        self._traced.programs.add(program)
         self._compiles += 1
         if self._on_compile:
             shapes = ", ".join(str(shape) for shape, _ in call.items[0].bucket[1])

@@ -5,15 +5,22 @@ A surrogate function maps (params, sample), or (params, frozen, sample), to a
 shape signature, so every stream of a run shares them.
 """
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Hashable, MutableMapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 Tree = Any
+
+# Weak, so that a function made for one step goes with what it closes over. The cache
+# of jax.jit holds functions too, the latest few thousand; jax.clear_caches empties it.
+_FUNCTIONS: MutableMapping[Callable, "Traced"] = weakref.WeakKeyDictionary()
+_VALUES: dict[Callable, "Traced"] = {}
 
 
 class Surrogate(NamedTuple):
@@ -50,6 +57,19 @@ class Structure(NamedTuple):
     maxima: tuple[str, ...]
 
 
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """What is known of a surrogate function, for all streams of the process.
+
+    Attributes:
+      structures: By argument layout and shape signature.
+      programs: Those that have been compiled.
+    """
+
+    structures: dict[Hashable, Structure] = dataclasses.field(default_factory=dict)
+    programs: set[Hashable] = dataclasses.field(default_factory=set)
+
+
 class Evaluated(NamedTuple):
     """Small numbers of one gradient call, fetched at the step boundary.
 
@@ -62,6 +82,15 @@ class Evaluated(NamedTuple):
     finite: jax.Array
 
 
+def traced(surrogate: Callable) -> Traced:
+    """Returns what is known of a surrogate function, to be added to."""
+    # Objects that are equal by value share programs: none may take the entry with it.
+    if type(surrogate).__eq__ is object.__eq__:
+        with contextlib.suppress(TypeError):  # no weak reference to it
+            return _FUNCTIONS.setdefault(surrogate, Traced())
+    return _VALUES.setdefault(surrogate, Traced())
+
+
 def structure(
     surrogate: Callable, params: Tree, frozen: Tree, sample: Tree
 ) -> Structure:
@@ -70,6 +99,7 @@ def structure(
     Raises:
       TypeError: It returns no `Surrogate`, nothing to differentiate, or a part that is
         not a real scalar.
+      ValueError: A metric is complex or no number.
     """
     out = jax.eval_shape(
         functools.partial(_evaluate, surrogate), params, frozen, sample
@@ -102,6 +132,13 @@ def structure(
         x = scalars[name]
         if x is not None and not jnp.issubdtype(x.dtype, jnp.floating):
             raise TypeError(f"{name} of the surrogate has dtype {x.dtype}, not a float")
+    for name, x in scalars.items():
+        kinds = (jnp.bool_, jnp.integer, jnp.floating)
+        if x is not None and not any(jnp.issubdtype(x.dtype, k) for k in kinds):
+            raise ValueError(
+                f"{name} of the surrogate has dtype {x.dtype}; expected a real number, "
+                "as its absolute value"
+            )
     maxima = {name for name, x in metrics.items() if isinstance(x, Max)}
     return Structure(
         out.weighted is not None,
