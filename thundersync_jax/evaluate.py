@@ -20,7 +20,7 @@ from thundersync_jax.flags import Flag
 from thundersync_jax.flags import run as run_command
 from thundersync_jax.intervals import wilson_interval
 from thundersync_jax.rollout.events import Completed, Failed
-from thundersync_jax.run import Run
+from thundersync_jax.run import Factory, Run
 from thundersync_jax.step import rollouts
 from thundersync_jax.types import Trajectory
 
@@ -74,6 +74,7 @@ def evaluate(
     *,
     samples: int = 4,
     questions: int | None = None,
+    environment: Factory | None = None,
 ) -> dict[str, Any]:
     """Evaluates the newest policy of a work directory: a checkpoint, or the warm start.
 
@@ -85,6 +86,7 @@ def evaluate(
       workdir: Of a training run.
       samples: Answers per question.
       questions: Held-out questions; None takes `evaluation.questions`.
+      environment: Makes the task set, in place of `config.env.factory`.
 
     Returns:
       The JSON object of `--json`.
@@ -95,7 +97,7 @@ def evaluate(
     if questions is None:
         questions = config.evaluation.questions
     display = Display()
-    with Run(config, workdir, on_line=display.line) as run:
+    with Run(config, workdir, environment, display.line) as run:
         if not (1 <= questions <= len(run.tasks.heldout) and samples >= 1):
             raise ConfigError(
                 f"--questions is {questions} and --samples {samples}; expected 1 to "
@@ -117,7 +119,7 @@ def evaluate(
     }
     display.evaluation(f"step {step}", int(found.successes.sum()), found.answers)
     for k, value in result["pass_at"].items():
-        display.line(f"pass@{k:<4} {100 * value:5.1f} %")
+        display.line(f"pass@{k:<4} {100 * value:5.1f}%")
     display.line(
         f"{result['turns_mean']:.2f} turns and {result['action_tokens_mean']:.1f} "
         "sampled tokens per answer"
