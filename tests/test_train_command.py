@@ -156,7 +156,7 @@ def test_own_task_trains_from_outside_the_package(tmp_path, environment):
     result = json.loads(ended.stdout.splitlines()[-1])
     assert result["steps"] == 2 and 0 <= result["heldout_success"]["end"] <= 1
     assert [row["step"] for row in read(tmp_path / "run")] == [0, 1, 2]
-    assert recorded_steps(tmp_path / "run") == [0, 1]
+    assert recorded_steps(tmp_path / "run") == [1, 2]
     made = {path.name for path in (tmp_path / "run").iterdir()}
     assert {"timeline.json", "timeline.png", "success.png", "result.json"} <= made
 

@@ -49,11 +49,8 @@ class Checkpoints:
     def __enter__(self) -> "Checkpoints":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # Whoever interrupts does not wait, nor hear of what that broke: a save that is
-        # cut off is never taken for the latest.
-        if kind is None or not issubclass(kind, KeyboardInterrupt):
-            self.close()
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def steps(self) -> list[int]:
         """Steps with a complete checkpoint, ascending."""
