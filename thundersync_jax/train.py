@@ -32,6 +32,7 @@ from thundersync_jax.timing import StepTiming, step_timing
 from thundersync_jax.warm_start import POLICY_VERSION, warm_start
 from thundersync_jax.workdir import RESULT_FILE, claim, save_result, saved_result
 
+_CLOSING_TRIES = 3  # steps, until one has a gradient to compare
 _SHOWN_FAILURES = 3  # of a step; its trajectories' file has all
 # Metrics that are fields of the stream's report.
 _FROM_REPORT = (
@@ -198,9 +199,12 @@ def _heldout(found: Evaluation) -> dict[str, float]:
 
 def _close(run: Run, display: Display, now: state.State, version: int, warm) -> None:
     """One more step under every release rule, as a table and as pictures."""
-    step = run.config.steps + 1
-    lives = comparison.compare_live(run, now.params, version, step)
-    batch = lives["batch"].step
+    first = run.config.steps + 1
+    for step in range(first, first + _CLOSING_TRIES):
+        lives = comparison.compare_live(run, now.params, version, step)
+        batch = lives["batch"].step
+        if batch.report.gradient_norm > 0:
+            break
     control = None
     if batch.report.gradient_norm > 0:
         control = comparison.control_difference(
