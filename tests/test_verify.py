@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from thundersync_jax import comparison
+from thundersync_jax import verify as verify_module
 from thundersync_jax.coefficients import Coefficients
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.run import Run
@@ -63,6 +64,40 @@ def test_without_streaming_it_is_untested(workdir, monkeypatch):
     result = verify(CONFIG, workdir, steps=1)
     assert not result["passed"]
     assert "streamed" in result["untested"]
+
+
+def judged(difference=2e-7, control=1e-7, nonzero=1.0, streamed=1.0):
+    """The verdict on one point with these figures."""
+    point = verify_module._Point(
+        gradient={},
+        gradient_norm=1.0,
+        control=control,
+        nonzero_groups=nonzero,
+        differences={"batch": 0.0, "trajectory": difference},
+        streamed_shares={"batch": 0.0, "trajectory": streamed},
+    )
+    variants = [
+        verify_module._Variant(release, updated={"x": np.ones(2)})
+        for release in ("batch", "trajectory")
+    ]
+    return verify_module._judge(variants, [point])
+
+
+@pytest.mark.parametrize(
+    "figures",
+    [
+        {"difference": 2e-5, "control": 1e-5},  # too far from batch
+        {"difference": 6e-7},  # six times the control
+        {"difference": np.nan},
+        {"control": np.nan},
+        {"control": 0.0, "difference": 0.0},
+        {"nonzero": 0.4},
+        {"streamed": 0.4},
+    ],
+)
+def test_every_bound_of_the_verdict_can_fail_it(figures):
+    assert judged()["passed"]
+    assert not judged(**figures)["passed"]
 
 
 def test_unknown_rules_and_missing_batch_are_refused(tmp_path):
