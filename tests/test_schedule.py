@@ -217,6 +217,48 @@ def test_final_work_is_packed_when_a_call_is_full_and_only_with_its_like():
     assert found == [([0, 2, 4], 3), ([1], 1), ([3], 1)]
 
 
+def known_calls(schedule, replica=0):
+    """The (group, members) of the calls into sums that can start."""
+    calls = iter(lambda: schedule.next_call(replica), None)
+    found = [(c.items[0].group, [x.member for x in c.items], c.rows) for c in calls]
+    assert all(rows == len(members) for _, members, rows in found)
+    return [(group, members) for group, members, _ in found]
+
+
+def test_equal_rewards_of_one_group_share_a_call_once_it_is_full():
+    schedule = plan(rows_per_call=3)
+    schedule.open_group("a", 9)
+    for member, reward in enumerate((1.0, 0.0, 1.0, 1.0, 0.0)):
+        settle(schedule, "a", member, reward)
+    assert known_calls(schedule) == [("a", [0, 2, 3]), ("a", [1]), ("a", [4])]
+
+
+def test_first_sample_goes_first_though_others_could_fill_a_call():
+    schedule = plan(rows_per_call=2)
+    schedule.open_group("a", 9)
+    for member, reward in enumerate((0.0, 1.0, 0.5, 1.0)):
+        settle(schedule, "a", member, reward)
+    assert known_calls(schedule) == [("a", [0]), ("a", [1, 3]), ("a", [2])]
+
+
+def test_known_work_shares_no_call_with_other_lengths_or_groups():
+    schedule = plan(rows_per_call=2)
+    for name in "ab":
+        schedule.open_group(name, 9)
+        settle(schedule, name, 0, 1.0, bucket=8)
+        settle(schedule, name, 1, 1.0, bucket=16)
+    assert known_calls(schedule) == [("a", [0]), ("a", [1]), ("b", [0]), ("b", [1])]
+
+
+def test_known_work_without_rewards_is_alike():
+    schedule = plan(rewards=False, rows_per_call=2)
+    schedule.open_group("a", 4)
+    for member in range(3):
+        schedule.sample("a", member, 8)
+        schedule.complete("a", member)
+    assert known_calls(schedule) == [("a", [0, 1]), ("a", [2])]
+
+
 def test_waiting_samples_can_be_discarded_by_member():
     for release in ("group", "batch"):
         schedule = plan(release)
@@ -270,7 +312,7 @@ class Witness:
         self.given, self.closed, self.dropped = set(), set(), set()
         self.taken = collections.Counter()
         self.holding = {}  # place -> group
-        self.streamed = 0
+        self.streamed = self.shared = 0
 
     def step(self):
         for name, size in self.groups.items():
@@ -306,14 +348,18 @@ class Witness:
                 return
             assert len({item.bucket for item in call.items}) == 1
             assert len(call.items) <= call.rows in (1, self.rows)
+            assert call.place is None or len(call.items) == call.rows
             for item in call.items:
                 assert item.group not in self.dropped
                 assert (call.place is None) == (item.group in self.closed)
                 self.taken[item[:3]] += 1
             if call.place is not None:
                 self.streamed += 1
+                self.shared += len(call.items) > 1
                 owner = self.holding.setdefault(call.place, call.items[0].group)
-                assert owner == call.items[0].group
+                assert {item.group for item in call.items} == {owner}
+                rewards = self.schedule.survivors(owner)
+                assert len({rewards[item.member] for item in call.items}) == 1
                 assert len(self.holding) <= self.open_groups
 
 
@@ -322,7 +368,7 @@ class Witness:
 def test_every_sample_of_a_kept_group_is_taken_exactly_once(release, drop_partial):
     """Under random events, with calls at random moments; nothing of a dropped group."""
     rng = random.Random(f"{release} {drop_partial}")
-    streamed = 0
+    streamed = shared = 0
     for _ in range(150):
         seen = Witness(rng, release, drop_partial)
         seen.step()
@@ -337,4 +383,5 @@ def test_every_sample_of_a_kept_group_is_taken_exactly_once(release, drop_partia
         assert {key for key in seen.taken if key[0] not in seen.dropped} == expected
         assert set(seen.taken.values()) <= {1}
         streamed += seen.streamed
-    assert bool(streamed) == (release == "trajectory")
+        shared += seen.shared
+    assert bool(streamed) == bool(shared) == (release == "trajectory")

@@ -85,6 +85,38 @@ def test_report_counts_the_programs_that_xla_compiled(compiles):
     assert report.compiles == 1
 
 
+@pytest.mark.parametrize(("parts", "expected"), [(1, [1, 1, 0]), (2, [2, 1, 1])])
+def test_shared_call_of_one_part_runs_the_program_of_a_direct_one(
+    parts, expected, compiles, monkeypatch
+):
+    def make():
+        scored = fresh_surrogate()
+        extra = lambda x: x if parts == 2 else None  # noqa: E731
+        return lambda p, s: scored(p, s)._replace(additive=extra(scored(p, s).weighted))
+
+    def compiled(surrogate, rewards, release):
+        before = len(compiles)
+        stream = toy(surrogate, release=release, rows_per_call=2)
+        monkeypatch.setattr(Replica, "load", property(lambda self: IN_FLIGHT))
+        stream.open_group("a", len(rewards))
+        for member, reward in enumerate(rewards):
+            if member == len(rewards) - 1:
+                monkeypatch.undo()
+                stream.advance()
+            stream.complete("a", member, {"s": np.ones(3)})
+            stream.reward("a", member, reward)
+        _, report = stream.finish()
+        assert report.compiles == len(compiles) - before or surrogate is warm
+        return report.compiles
+
+    warm, surrogate = make(), make()
+    for rule in ("trajectory", "batch"):
+        compiled(warm, [1.0, 0.5, 0.0], rule)  # the programs of the sums
+    alone = compiled(surrogate, [1.0, 0.5, 0.0], "trajectory")
+    shared = compiled(surrogate, [1.0, 1.0, 0.0], "trajectory")
+    assert [alone, shared, compiled(surrogate, [1.0, 0.0], "batch")] == expected
+
+
 def test_one_number_is_one_program_however_it_is_given(compiles):
     surrogate = fresh_surrogate()
     numbers = [give(0.1) for give in SAME_NUMBER.values()]

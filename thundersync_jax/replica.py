@@ -58,6 +58,13 @@ class Replica:
         if self._running:
             self._running[0].block_until_ready()
 
+    def put(self, sample: Tree) -> Tree:
+        """Brings a sample to this replica's devices; again it costs nothing.
+
+        All arrays get one kind of placement: committed or not makes another program.
+        """
+        return jax.device_put(sample, self._sharding)
+
     def direct(
         self, samples: Sequence[Tree], weights: np.ndarray
     ) -> surrogate.Evaluated:
@@ -74,30 +81,30 @@ class Replica:
         return self._started(evaluated)
 
     def hold(
-        self, sample: Tree, place: int, weights: np.ndarray, add_now: bool
+        self, samples: Sequence[Tree], place: int, weights: np.ndarray, add_now: bool
     ) -> surrogate.Evaluated:
-        """Adds one sample to the sums of an open group.
+        """Adds samples that the sums weigh alike to the sums of an open group.
 
         Args:
-          sample: The sample.
+          samples: `rows` samples of one shape signature.
           place: Which open group.
           weights: float64[S, N], what sum s receives of the n-th gradient, of any
-            size. With N = 1 the gradient of `weighted` or, where there is no such
-            part, of `additive`; with N = 2 both.
+            size. With N = 1 the gradient of the samples' `weighted` or, where there is
+            no such part, of their `additive`; with N = 2 both.
           add_now: Whether `additive`, apart from the sums, joins the batch sum at once.
         """
         if add_now or weights.shape[1] == 2:
             with self._mesh():
                 weighted, additive, evaluated = surrogate.split_gradient(
-                    self._function, self._params, self._frozen, self._put(sample)
+                    self._function, self._params, self._frozen, self.put(tuple(samples))
                 )
             gradients = (weighted,) if add_now else (weighted, additive)
             if add_now:
                 self._batch = accumulator.add_direct(self._batch, additive)
         else:
             # A single part: one of the two coefficients meets nothing.
-            ones = np.ones((1, 2))
-            gradient, evaluated = self._gradient([sample], ones)
+            ones = np.ones((len(samples), 2))
+            gradient, evaluated = self._gradient(samples, ones)
             gradients = (gradient,)
         if place not in self._places:
             self._places[place] = accumulator.init(self._params, len(weights))
@@ -136,7 +143,7 @@ class Replica:
                 self._function,
                 self._params,
                 self._frozen,
-                self._put(tuple(samples)),
+                self.put(tuple(samples)),
                 weights,
             )
 
@@ -145,10 +152,6 @@ class Replica:
         if isinstance(self._sharding, jax.sharding.NamedSharding):
             return jax.set_mesh(self._sharding.mesh)
         return contextlib.nullcontext()
-
-    def _put(self, sample):
-        """Arrays of one kind of placement: committed or not makes another program."""
-        return jax.device_put(sample, self._sharding)
 
     def _started(self, evaluated):
         self._running.append(evaluated.finite)

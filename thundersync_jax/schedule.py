@@ -7,12 +7,17 @@ in this order:
     final  every reward of its group is in; its advantage is a number, nothing is held
     known  its own reward is in; it needs a place for the sums of its group
 
+Work goes sample by sample, except where a full call of one program is waiting: of
+final samples, or of known ones with equal rewards in one group, for then every sum of
+that group takes the same share of each of their gradients.
+
 A member is *settled* once it is complete and has its reward, or has failed. Its
 samples are released when it is settled (trajectory), when its whole group is (group),
 or when the step has no more to come (batch).
 """
 
 import dataclasses
+import itertools
 import numbers
 from collections.abc import Hashable
 from typing import Literal, NamedTuple
@@ -33,7 +38,8 @@ class Item(NamedTuple):
 class Call(NamedTuple):
     """Decision: differentiate these samples on this replica.
 
-    `place` is None on the direct path, otherwise where the sums of the group lie.
+    `place` is None on the direct path, otherwise where the sums of the group lie; then
+    the items are of one group and have one reward.
     `rows` is the size of the compiled call; rows beyond the items count for nothing.
     """
 
@@ -86,7 +92,8 @@ class Schedule:
       rewards: False where a completed member is settled without a reward.
       held: False where a settled member needs no baseline and is certain to count: its
         samples are final at once.
-      rows_per_call: How many final samples share a call once that many are waiting.
+      rows_per_call: How many samples share a call once that many are waiting whose
+        gradients are needed as one sum only.
     """
 
     def __init__(
@@ -204,10 +211,12 @@ class Schedule:
         if state.place is None:
             state.place = self._free.pop()
         state.replicas.add(replica)
-        item = state.pending.pop(0)
+        items = self._take(
+            state.pending, lambda x: (state.members[x.member].reward, x.bucket)
+        )
         if not state.pending:
             del self._known[name]
-        return Call(replica, (item,), state.place, 1)
+        return Call(replica, items, state.place, len(items))
 
     def _unsettled(self, group, member, event):
         """Finds the member an event is about, or says what is wrong with the event."""
@@ -240,17 +249,26 @@ class Schedule:
         return state
 
     def _take_final(self, replica):
-        bucket = self._final[0].bucket
-        same = [i for i, item in enumerate(self._final) if item.bucket == bucket]
-        same = same[: self._rows]
         # Under batch release the last call of a bucket is padded to full size rather
         # than compiled for another one; a lone streamed trajectory goes alone.
-        full = len(same) == self._rows or self._release == "batch"
-        taken = same if full else same[:1]
-        items = tuple(self._final[i] for i in taken)
-        for i in reversed(taken):
-            del self._final[i]
-        return Call(replica, items, None, self._rows if full else 1)
+        padded = self._release == "batch"
+        items = self._take(self._final, lambda item: item.bucket, padded)
+        return Call(replica, items, None, self._rows if padded else len(items))
+
+    def _take(self, waiting, kind, partly=False):
+        """Removes the first sample, and with it others of its kind if they fill a call.
+
+        Where `partly`, as many of them as there are.
+        """
+        first = kind(waiting[0])
+        alike = (i for i, item in enumerate(waiting) if kind(item) == first)
+        found = list(itertools.islice(alike, self._rows))
+        if len(found) < self._rows and not partly:
+            found = found[:1]
+        items = tuple(waiting[i] for i in found)
+        for i in reversed(found):
+            del waiting[i]
+        return items
 
     def _may_start(self, state):
         return state.place is not None or bool(self._free)

@@ -62,8 +62,9 @@ class GradientStream:
       policy_version: Of `params`; samples of another one are refused. Where it is None
         the first version seen is the one.
       frozen: Further arrays for the surrogate, such as a reference policy. No gradient.
-      rows_per_call: How many samples share a gradient call where enough are waiting
-        whose coefficients are known.
+      rows_per_call: How many samples share a gradient call where that many wait whose
+        gradients are needed as one sum only: final ones, or those of one open group
+        with equal rewards.
       on_call: Called with each `Call` and an array that is ready when it has ended.
       on_compile: Called with one line before a gradient program compiles.
 
@@ -165,6 +166,8 @@ class GradientStream:
         bucket = signature.shapes(tree)
         parts = self._examine(tree, bucket)
         item = self._schedule.sample(group, member, bucket)
+        if len(self._replicas) == 1:  # else nobody knows yet where it will run
+            tree = self._replicas[0].put(tree)
         self._ledger.samples[item[:3]] = SampleRecord(
             tree, tokens, padded.real_tokens, padded.padded_tokens
         )
@@ -338,7 +341,7 @@ class GradientStream:
             reward = ledger.rewards[item[:2]] if parts.weighted else None
             weights = self._coefficients.hold(item.group, reward, self._holds_additive)
             add_now = split and not self._holds_additive
-            evaluated = replica.hold(trees[0], call.place, weights, add_now)
+            evaluated = replica.hold(trees, call.place, weights, add_now)
         ledger.record_call(call, evaluated)
         if self._on_call:
             self._on_call(call, evaluated.finite)

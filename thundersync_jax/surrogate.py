@@ -167,14 +167,7 @@ def gradient(
     """
 
     def loss(params):
-        if len(samples) == 1:
-            parts = _parts(_evaluate(surrogate, params, frozen, samples[0]))[None]
-        else:
-            stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *samples)
-            parts = jax.vmap(
-                lambda sample: _parts(_evaluate(surrogate, params, frozen, sample)),
-                axis_size=len(samples),
-            )(stacked)
+        parts = _rows(surrogate, params, frozen, samples)
         w = weights.astype(parts.dtype)
         return jnp.sum(w * parts[:, :2]), jax.lax.stop_gradient(parts)
 
@@ -184,20 +177,27 @@ def gradient(
 
 @functools.partial(jax.jit, static_argnums=0)
 def split_gradient(
-    surrogate: Callable, params: Tree, frozen: Tree, sample: Tree
+    surrogate: Callable, params: Tree, frozen: Tree, samples: tuple[Tree, ...]
 ) -> tuple[Tree, Tree, Evaluated]:
-    """Gradients of `weighted` and of `additive` apart, from one forward pass."""
+    """Gradients of sum_i weighted_i and of sum_i additive_i apart, from one forward.
 
-    def parts(params):
-        values = _parts(_evaluate(surrogate, params, frozen, sample))
-        return values[:2], jax.lax.stop_gradient(values)
+    Args:
+      surrogate: As in `gradient`, as the rest.
+      params: Differentiated.
+      frozen: Further argument of the surrogate, or None.
+      samples: `rows` samples of one shape signature.
+    """
 
-    _, pull, values = jax.vjp(parts, params, has_aux=True)
-    one, zero = jnp.ones((), values.dtype), jnp.zeros((), values.dtype)
+    def sums(params):
+        parts = _rows(surrogate, params, frozen, samples)
+        return jnp.sum(parts[:, :2], axis=0), jax.lax.stop_gradient(parts)
+
+    _, pull, parts = jax.vjp(sums, params, has_aux=True)
+    one, zero = jnp.ones((), parts.dtype), jnp.zeros((), parts.dtype)
     (weighted,) = pull(jnp.stack([one, zero]))
     (additive,) = pull(jnp.stack([zero, one]))
     finite = _all_finite(weighted) & _all_finite(additive)
-    return weighted, additive, Evaluated(values[None], finite)
+    return weighted, additive, Evaluated(parts, finite)
 
 
 def _evaluate(surrogate, params, frozen, sample):
@@ -206,6 +206,17 @@ def _evaluate(surrogate, params, frozen, sample):
         if frozen is None
         else surrogate(params, frozen, sample)
     )
+
+
+def _rows(surrogate, params, frozen, samples) -> jax.Array:
+    """[rows, 2 + metrics]: the parts of every sample."""
+    if len(samples) == 1:
+        return _parts(_evaluate(surrogate, params, frozen, samples[0]))[None]
+    stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *samples)
+    return jax.vmap(
+        lambda sample: _parts(_evaluate(surrogate, params, frozen, sample)),
+        axis_size=len(samples),
+    )(stacked)
 
 
 def _parts(out: Surrogate) -> jax.Array:
