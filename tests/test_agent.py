@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from rollout_fakes import ANSWER, CALL, FakeEngine, FakeEnvironment, key, limits, never
 
+from thundersync_jax.envs.base import Action, Observation
 from thundersync_jax.rollout import render
 from thundersync_jax.rollout.agent import Agent
 from thundersync_jax.rollout.commands import Commands, Stopped
@@ -153,6 +154,62 @@ def test_last_allowed_turn_is_executed_and_ends_with_turn_limit():
     assert len(environment.actions) == 2
     assert trajectory.loss_mask[-1]
     assert reward == 1.0
+
+
+def test_cut_action_is_run_on_request_with_its_ids():
+    environment = FakeEnvironment()
+    trajectory, reward, engine = play(
+        environment,
+        lambda _, turn: [53, 300 + turn, 54, 55],
+        turn_tokens=4,
+        turns=2,
+        cut_actions="run",
+    )
+    assert trajectory.stop_reason is StopReason.TURN_LIMIT
+    assert [action.kind for action in environment.actions] == ["malformed"] * 2
+    assert [action.ids for action in environment.actions] == [
+        (53, 300, 54, 55),
+        (53, 301, 54, 55),
+    ]
+    assert (trajectory.turns, trajectory.action_tokens, reward) == (2, 8, 1.0)
+    reply = render.render_observation("2")
+    np.testing.assert_array_equal(engine.requests[1].new_ids, reply)
+
+
+@pytest.mark.parametrize(
+    "done, stop_reason", [(False, "context_overflow"), (True, "finished")]
+)
+def test_action_cut_by_the_end_of_the_context_is_run_on_request(done, stop_reason):
+    class Ending(FakeEnvironment):
+        async def step(self, action):
+            await super().step(action)
+            return Observation("", done)
+
+    environment = Ending(prompt="1")
+    trajectory, reward, _ = play(
+        environment,
+        lambda request, _: [53] * request.max_new_tokens,
+        context_tokens=8,
+        turn_tokens=7,
+        prefill_buckets=(8,),
+        gradient_buckets=(8,),
+        cut_actions="run",
+    )
+    assert trajectory.stop_reason.value == stop_reason
+    assert [action.ids for action in environment.actions] == [(53,) * 5]
+    assert (len(trajectory.ids), reward) == (8, 1.0)
+
+
+def test_stop_ids_of_the_settings_end_actions():
+    environment = FakeEnvironment()
+    trajectory, _, engine = play(environment, lambda *_: [55, 10], stop_ids=(10, 300))
+    assert [request.stop_ids for request in engine.requests] == [(10, 300)]
+    assert environment.actions == [Action("answer", "7")]
+    assert environment.actions[0].ids == (55, 10)
+    assert trajectory.stop_reason is StopReason.FINISHED
+    # <end> is a token like any other then, and this action one that was cut.
+    trajectory, _, _ = play(FakeEnvironment(), lambda *_: ANSWER, stop_ids=(10, 300))
+    assert trajectory.stop_reason is StopReason.LENGTH
 
 
 def test_prompt_without_room_for_a_token_is_a_failure():

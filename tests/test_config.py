@@ -18,6 +18,7 @@ from thundersync_jax.config import (
     WarmStartConfig,
 )
 from thundersync_jax.errors import ConfigError
+from thundersync_jax.models.generation import STOP_IDS
 from thundersync_jax.settings import (
     check_same_config,
     config_dict,
@@ -55,6 +56,16 @@ WRONG = {
     "rollout.temperature is 0.0": lambda: RolloutConfig(temperature=0),
     "rollout.turn_tokens is 96": lambda: RolloutConfig(turn_tokens=96),
     "rollout.turns is 0": lambda: RolloutConfig(turns=0),
+    "rollout.cut_actions is 'drop'": lambda: RolloutConfig(cut_actions="drop"),
+    "rollout.stop_ids is 261": lambda: RolloutConfig(stop_ids=261),
+    "rollout.stop_ids is (1, 1)": lambda: RolloutConfig(stop_ids=(1, 1)),
+    "rollout.stop_ids is (1, -1)": lambda: RolloutConfig(stop_ids=(1, -1)),
+    "rollout.stop_ids is (0, 1, 2, 3, 4, 5, 6, 7, 8)": lambda: RolloutConfig(
+        stop_ids=tuple(range(STOP_IDS + 1))
+    ),
+    "rollout.stop_ids is (1, 264) with model.vocab_size 264": lambda: Config(
+        rollout=RolloutConfig(stop_ids=(1, 264))
+    ),
     "rollout.verify_timeout_secs is inf": lambda: RolloutConfig(
         verify_timeout_secs=float("inf")
     ),
@@ -77,6 +88,9 @@ WRONG = {
     "env.verify_latency.median_secs is 0.0": lambda: EnvConfig(
         verify_latency=LatencyConfig("lognormal", 0.0, 1.0)
     ),
+    "env.verify_latency.median_secs is 0": lambda: EnvConfig(
+        verify_latency=LatencyConfig("straggler")
+    ),
     "env.tool_latency.sigma is -1.0": lambda: EnvConfig(
         tool_latency=LatencyConfig("lognormal", 0.1, -1.0)
     ),
@@ -92,6 +106,9 @@ WRONG = {
     "rollout.group_size is 1 with loss.advantage 'leave_one_out'": lambda: Config(
         rollout=RolloutConfig(group_size=1),
         loss=LossConfig(advantage="leave_one_out"),
+    ),
+    "rollout.stop_ids is (7,) with warm_start.steps 5": lambda: Config(
+        rollout=RolloutConfig(stop_ids=(7,)), warm_start=WarmStartConfig(steps=5)
     ),
     "model.vocab_size is 256": lambda: Config(model=ModelConfig(vocab_size=256)),
     "mesh.tensor is 3 with 4 in model.heads": lambda: Config(mesh=MeshConfig(tensor=3)),
@@ -126,6 +143,9 @@ def test_combinations_that_work_are_accepted():
     Config(optim=OptimConfig(learning_rate=0.0, clip_norm=None))
     Config(mesh=MeshConfig(replica=2, fsdp=2, tensor=2))
     EnvConfig(tool_latency=LatencyConfig("none", 0.05, 0.8))
+    EnvConfig(tool_latency=LatencyConfig("straggler", 0.05))
+    Config(rollout=RolloutConfig(stop_ids=()))
+    Config(rollout=RolloutConfig(stop_ids=tuple(range(264 - STOP_IDS, 264))))
 
 
 def test_config_json_reads_back_exactly_and_names_the_class_of_options():

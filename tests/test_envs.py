@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import math
 import os
 import pathlib
 import random
@@ -14,7 +15,13 @@ import pytest
 
 from thundersync_jax.config import EnvConfig, LatencyConfig
 from thundersync_jax.envs import reasoning
-from thundersync_jax.envs.base import Action, TaskSet, check_split, load_factory
+from thundersync_jax.envs.base import (
+    Action,
+    Observation,
+    TaskSet,
+    check_split,
+    load_factory,
+)
 from thundersync_jax.envs.latency import WithLatency, draw
 from thundersync_jax.envs.reasoning import ReasoningOptions
 from thundersync_jax.errors import ConfigError
@@ -240,6 +247,14 @@ def test_waits_follow_the_distribution():
     assert abs(np.std(np.log(waits)) - 0.7) < 0.04
     assert draw(LatencyConfig(), (1,)) == 0.0
     assert draw(LatencyConfig("constant", median_secs=0.2), (1,)) == 0.2
+    late = LatencyConfig("straggler", median_secs=0.2)
+    # Run, phase, step, group, member, then the call.
+    assert [draw(late, (1, 1, 1, 1, member), 1, 1) for member in range(3)] == [
+        0.2,
+        0,
+        0,
+    ]
+    assert draw(late, (0, 0, 0, 0, 1), 0, 0) == 0.0
 
 
 def test_wait_depends_on_its_own_seed_only():
@@ -282,6 +297,40 @@ def test_calls_and_verification_wait_apart_and_reproducibly(monkeypatch):
     assert len(waits) == len(set(waits)) == 3
     assert waits == _waits(monkeypatch, (0, 5, 1))
     assert not set(waits) & set(_waits(monkeypatch, (0, 5, 2)))
+
+
+def test_waits_are_those_of_the_seed_then_the_call_then_its_kind(monkeypatch):
+    """Written out: the same seed waits as long in every version."""
+
+    def wait(*seed):
+        normal = np.random.default_rng(seed).standard_normal()
+        return 0.05 * math.exp(0.7 * normal)
+
+    names = [(0, 5, 1, 0, 0), (0, 5, 1, 1, 0), (0, 5, 1, 0, 1)]
+    assert _waits(monkeypatch, (0, 5, 1)) == [wait(*seed) for seed in names]
+
+
+@pytest.mark.parametrize("kind", ["call", "answer", "malformed"])
+def test_whatever_is_answered_was_a_tool_call_and_waits_afterwards(kind, monkeypatch):
+    order = []
+
+    class Scripted:
+        async def step(self, action):
+            order.append("step")
+            return Observation("", done=action.text == "last")
+
+    async def sleep(secs):
+        order.append(secs)
+
+    async def play():
+        constant = LatencyConfig("constant", median_secs=0.5)
+        environment = WithLatency(Scripted(), constant, constant, (0,))
+        for text in ("first", "second", "last"):
+            await environment.step(Action(kind, text))
+
+    monkeypatch.setattr("thundersync_jax.envs.latency.asyncio.sleep", sleep)
+    asyncio.run(play())
+    assert order == ["step", 0.5, "step", 0.5, "step"]
 
 
 def test_waiting_agents_wait_at_the_same_time():

@@ -8,7 +8,6 @@ import pytest
 from thundersync_jax.envs.base import Action
 from thundersync_jax.rollout import tokenizer
 from thundersync_jax.rollout.render import (
-    STOP_IDS,
     parse_action,
     render_action,
     render_observation,
@@ -46,7 +45,6 @@ def _random_texts(count: int) -> list[str]:
 def test_ids_of_the_vocabulary_are_the_documented_ones():
     assert (PAD, USER, ASSISTANT, TOOL, CALL, END) == (256, 257, 258, 259, 260, 261)
     assert VOCAB_SIZE == 264
-    assert STOP_IDS == (261,)
 
 
 @pytest.mark.parametrize("text", TEXTS + _random_texts(50))
@@ -114,6 +112,30 @@ def test_action_is_well_formed_or_malformed(ids, kind):
     assert action.kind == kind
     if kind != "malformed":
         assert action.text == "a" * ids.count(97)
+
+
+@pytest.mark.parametrize(
+    ("ids", "stop_ids", "expected"),
+    [
+        ([CALL, 97, 10], (10, 300), Action("call", "a")),
+        ([97, 300], (10, 300), Action("answer", "a")),
+        ([97, END], (10, 300), Action("malformed", "a<end>")),
+        ([97, END, 10], (10, 300), Action("malformed", "a<end>\n")),
+        ([97, 98], (10, 300), Action("malformed", "ab")),
+        ([97, END], (), Action("malformed", "a<end>")),
+    ],
+)
+def test_turn_ends_in_any_of_its_stop_ids(ids, stop_ids, expected):
+    assert parse_action(ids, stop_ids) == expected
+
+
+@pytest.mark.parametrize("ids", [[97, END], [CALL, 97, END], [255, 511], [], [97]])
+def test_action_knows_what_was_sampled_and_is_compared_without_it(ids):
+    action = parse_action(np.array(ids, np.int32))
+    assert action.ids == tuple(ids)
+    assert all(type(i) is int for i in action.ids)
+    plain = Action(action.kind, action.text)
+    assert (action, hash(action), repr(action)) == (plain, hash(plain), repr(plain))
 
 
 def test_invalid_utf8_is_replaced_in_text_and_kept_in_ids():

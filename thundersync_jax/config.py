@@ -18,10 +18,13 @@ ComputeDtype = Literal["float32", "bfloat16", "float64"]
 MatmulPrecision = Literal["default", "high", "highest"]
 Aggregation = Literal["sequence_mean", "token_mean", "constant"]
 Advantage = Literal["mean_std", "mean_only", "leave_one_out"]
-LatencyKind = Literal["none", "constant", "lognormal"]
+LatencyKind = Literal["none", "constant", "lognormal", "straggler"]
+CutActions = Literal["end", "run"]
 Sampler = Literal["own_device", "shared"]
 
 _BYTE_LEVEL_IDS = 262  # 256 bytes and the special tokens of rollout/tokenizer.py
+_MOST_STOP_IDS = 8  # what a turn may name in models/generation.py
+_END = 261  # of them, ends an action
 _MIN_SLOTS = 4  # smaller decode batches compile to other programs: other sampled ids
 
 
@@ -140,6 +143,8 @@ class RolloutConfig:
     context_tokens: int = 96  # longest trajectory, prompt included
     turn_tokens: int = 24  # longest action
     turns: int = 3  # most actions of a trajectory
+    stop_ids: tuple[int, ...] = (_END,)  # ids that end an action; 261 is <end>
+    cut_actions: CutActions = "end"  # at the token limit: end the trajectory, or run it
     prefill_buckets: tuple[int, ...] = (16, 32, 96)  # padded lengths of new tokens
     gradient_buckets: tuple[int, ...] = (48, 64, 96)  # padded lengths of trajectories
     command_timeout_secs: float = 10.0  # deadline of one environment step
@@ -172,6 +177,13 @@ class RolloutConfig:
             "room for a prompt beside an action",
             "Lower rollout.turn_tokens or raise rollout.context_tokens.",
         )
+        ids = self.stop_ids
+        require(
+            len(set(ids)) == len(ids) <= _MOST_STOP_IDS and min(ids, default=0) >= 0,
+            f"rollout.stop_ids is {ids}",
+            f"at most {_MOST_STOP_IDS} different ids, none below 0",
+            "Set rollout.stop_ids to 261, the byte-level <end>.",
+        )
         for name in ("prefill_buckets", "gradient_buckets"):
             _check_buckets(name, getattr(self, name), self.context_tokens)
 
@@ -180,8 +192,8 @@ class RolloutConfig:
 class LatencyConfig:
     """Time added to a call. `EnvConfig` checks it, since it knows the full name."""
 
-    kind: LatencyKind = "none"  # the distribution; none adds nothing
-    median_secs: float = 0.0  # the constant, or the median of the lognormal
+    kind: LatencyKind = "none"  # none: nobody waits; straggler: member 0 alone
+    median_secs: float = 0.0  # that constant, or the median of the lognormal
     sigma: float = 0.0  # of the lognormal: standard deviation of the logarithm
 
 
@@ -224,7 +236,7 @@ class MeshConfig:
     fsdp: int = 1  # devices of a replica that share parameters and tokens
     tensor: int = 1  # devices of a replica that share heads and hidden units
     sampler: Sampler = "own_device"  # the sampler's device: its own, or the learner's
-    rows_per_call: int = 8  # trajectories packed into one call of final work
+    rows_per_call: int = 8  # trajectories of one call: final ones, or of equal reward
 
     def __post_init__(self):
         check_types(self, "mesh.")
@@ -328,6 +340,20 @@ def _check_combinations(config: Config) -> None:
         f"model.vocab_size is {config.model.vocab_size}",
         f"at least the {_BYTE_LEVEL_IDS} ids of the byte-level tokenizer",
         "Set model.vocab_size to 264.",
+    )
+    require(
+        max(config.rollout.stop_ids, default=0) < config.model.vocab_size,
+        f"rollout.stop_ids is {config.rollout.stop_ids} with model.vocab_size "
+        f"{config.model.vocab_size}",
+        "ids that can be sampled",
+        "Lower rollout.stop_ids or raise model.vocab_size.",
+    )
+    require(
+        config.warm_start.steps == 0 or _END in config.rollout.stop_ids,
+        f"rollout.stop_ids is {config.rollout.stop_ids} with warm_start.steps "
+        f"{config.warm_start.steps}",
+        f"{_END} among them: demonstrations end in it",
+        f"Add {_END} or set warm_start.steps to 0.",
     )
 
 

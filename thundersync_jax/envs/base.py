@@ -17,10 +17,12 @@ class Action:
       kind: "answer" for plain text, "call" for a tool call, "malformed" for a turn
         without an end token or with misplaced special tokens.
       text: The bytes between the special tokens, decoded with replacement.
+      ids: What was sampled, the end token included; empty where nothing was.
     """
 
     kind: str
     text: str
+    ids: tuple[int, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
 
 @dataclasses.dataclass(frozen=True)

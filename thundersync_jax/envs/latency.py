@@ -19,23 +19,30 @@ from thundersync_jax.envs.base import Action, Environment, Observation
 _TOOL, _VERIFY = 0, 1
 
 
-def draw(latency: LatencyConfig, seed: Sequence[int]) -> float:
+def draw(latency: LatencyConfig, attempt: Sequence[int], *call: int) -> float:
     """Returns seconds: 0, the median, or median · exp(sigma · z) with z ~ N(0, 1).
 
     Args:
       latency: The distribution.
-      seed: Non-negative integers that name the call; equal seeds give equal waits.
+      attempt: Non-negative integers that name the attempt, its member last; a
+        straggler is member 0.
+      call: Further ones that name the call; equal names give equal waits.
     """
     if latency.kind == "none":
         return 0.0
+    if latency.kind == "straggler":
+        return 0.0 if attempt[-1] else latency.median_secs
     if latency.kind == "constant":
         return latency.median_secs
-    normal = np.random.default_rng(list(seed)).standard_normal()
+    normal = np.random.default_rng([*attempt, *call]).standard_normal()
     return float(latency.median_secs * math.exp(latency.sigma * normal))
 
 
 class WithLatency:
-    """An environment that waits before it answers a tool call or gives its verdict."""
+    """An environment that waits before it answers a tool call or gives its verdict.
+
+    A tool call is an action that does not end the attempt, whatever its kind.
+    """
 
     def __init__(
         self,
@@ -55,12 +62,13 @@ class WithLatency:
         return await self._environment.start(task)
 
     async def step(self, action: Action) -> Observation:
-        if action.kind == "call":
-            seed = (*self._seed, self._calls, _TOOL)
+        observation = await self._environment.step(action)
+        if not observation.done:
+            wait_secs = draw(self._tool, self._seed, self._calls, _TOOL)
             self._calls += 1
-            await asyncio.sleep(draw(self._tool, seed))
-        return await self._environment.step(action)
+            await asyncio.sleep(wait_secs)
+        return observation
 
     async def verify(self) -> float:
-        await asyncio.sleep(draw(self._verify, (*self._seed, 0, _VERIFY)))
+        await asyncio.sleep(draw(self._verify, self._seed, 0, _VERIFY))
         return await self._environment.verify()

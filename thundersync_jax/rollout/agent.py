@@ -146,7 +146,7 @@ class Agent:
         for turn in range(limits.turns):
             action = await self._act_once(turn, ids, min(limits.turn_tokens, room))
             if action is None:
-                # The unfinished action is not run. Cut by the context's end rather
+                # The cut action is not run. Cut by the context's end rather
                 # than the turn's own limit, it is the context that was too short.
                 length = limits.turn_tokens <= room
                 return StopReason.LENGTH if length else StopReason.CONTEXT_OVERFLOW
@@ -178,14 +178,15 @@ class Agent:
     async def _act_once(
         self, turn: int, new_ids: np.ndarray, max_new_tokens: int
     ) -> Action | None:
-        """Samples and records one action; None where it has no end token."""
+        """Samples and records one action; None where its cut ends the trajectory."""
+        limits = self._limits
         self.doing = f"decoding of turn {turn}"
         request = Request(
             session=self.session,
             new_ids=new_ids,
             max_new_tokens=max_new_tokens,
-            stop_ids=render.STOP_IDS,
-            temperature=self._limits.temperature,
+            stop_ids=limits.stop_ids,
+            temperature=limits.temperature,
             seed=(*self._seed, turn),
         )
         start = time.monotonic()
@@ -193,7 +194,9 @@ class Agent:
             response = await self._sampler.sample(request)
             ids = response.ids
             self.recorder.action(ids, response.logprobs, response.policy_version)
-            return render.parse_action(ids) if response.stopped else None
+            if not response.stopped and limits.cut_actions == "end":
+                return None
+            return render.parse_action(ids, limits.stop_ids)
         except ValueError as error:
             reason = f"{self.doing}: {one_line(error)}"
             raise Stopped(StopReason.ENGINE_ERROR, reason) from error

@@ -16,8 +16,6 @@ from thundersync_jax.envs.base import Action
 from thundersync_jax.rollout import tokenizer
 from thundersync_jax.rollout.tokenizer import ASSISTANT, BYTES, CALL, END, TOOL, USER
 
-STOP_IDS = (END,)
-
 
 def render_prompt(text: str) -> np.ndarray:
     """Returns int32[N], the prompt and the token after which the policy acts."""
@@ -45,25 +43,28 @@ def render_action(action: Action) -> np.ndarray:
     )
 
 
-def parse_action(ids: Sequence[int] | np.ndarray) -> Action:
+def parse_action(
+    ids: Sequence[int] | np.ndarray, stop_ids: Sequence[int] = (END,)
+) -> Action:
     """Reads one sampled turn.
 
     Args:
       ids: int[N], the turn's tokens up to and with its end token.
+      stop_ids: The end tokens, any of which ends a turn.
 
     Returns:
-      A "call" where `<call>` is the first token, an "answer" where there is none, and
-      "malformed" where the end token is missing (the length limit came first) or any
-      other special token stands inside.
+      The action with its ids: a "call" where `<call>` is the first token, an "answer"
+      where there is none, and "malformed" where the end token is missing (the length
+      limit came first) or any other special token stands inside.
     """
     ids = np.asarray(ids, np.int32)
-    body = ids[:-1]
+    body, sampled = ids[:-1], tuple(ids.tolist())
     kind = "answer"
     if len(body) and body[0] == CALL:
         kind, body = "call", body[1:]
-    if not len(ids) or ids[-1] != END or np.any(body >= BYTES):
-        return Action("malformed", tokenizer.decode(ids))
-    return Action(kind, tokenizer.decode(body))
+    if not len(ids) or ids[-1] not in stop_ids or np.any(body >= BYTES):
+        return Action("malformed", tokenizer.decode(ids), sampled)
+    return Action(kind, tokenizer.decode(body), sampled)
 
 
 def _join(first: int | None, text: str, last: int) -> np.ndarray:

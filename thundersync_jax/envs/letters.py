@@ -1,0 +1,113 @@
+"""Made-up work for benchmarks: tool calls and lengths as asked for, by any policy.
+
+Nothing has to be learned first. Any action is a tool call until a trajectory has made
+its number of them; the next one ends it. The reward is the share of lower-case letters,
+which random weights earn in unequal amounts: few groups are uniform. How many calls and
+how long their answers are follows from the sampled ids, so every release rule meets the
+same work.
+"""
+
+import dataclasses
+import random
+import string
+import zlib
+from collections.abc import Collection
+
+import numpy as np
+
+from thundersync_jax.config import EnvConfig
+from thundersync_jax.envs.base import Action, Observation, TaskSet
+from thundersync_jax.errors import ConfigError
+from thundersync_jax.rollout.tokenizer import BYTES
+from thundersync_jax.settings import check_types
+
+_ALPHABET = string.ascii_lowercase
+_MARKS = 2  # special tokens around the text of a prompt or an observation
+_SHORTEST_PROMPT = 8  # tokens; its six letters give 3e8 different prompts
+
+
+@dataclasses.dataclass(frozen=True)
+class LettersOptions:
+    """How much there is to read and how often to act; lengths with special tokens."""
+
+    prompt_tokens: int = 32  # every prompt
+    calls: tuple[int, ...] = (0, 0)  # fewest and most tool calls of a trajectory
+    observation_tokens: tuple[int, ...] = (16, 16)  # shortest and longest tool answer
+    train_tasks: int = 512  # different training prompts
+    heldout_tasks: int = 16  # different held-out prompts, the same for every seed
+
+    def __post_init__(self):
+        check_types(self, "env.options.")
+        for name, lowest in (("calls", 0), ("observation_tokens", _MARKS)):
+            bounds = getattr(self, name)
+            if len(bounds) != 2 or not lowest <= bounds[0] <= bounds[1]:
+                raise ConfigError(
+                    f"env.options.{name} is {bounds}; expected the fewest (at least "
+                    f"{lowest}) and the most, such as ({lowest}, {lowest + 2})."
+                )
+        lowest = {"prompt_tokens": _SHORTEST_PROMPT, "train_tasks": 1}
+        for name, least in (lowest | {"heldout_tasks": 1}).items():
+            if getattr(self, name) < least:
+                raise ConfigError(
+                    f"env.options.{name} is {getattr(self, name)}; expected at least "
+                    f"{least}."
+                )
+
+
+class LettersEnvironment:
+    """One attempt at one prompt."""
+
+    def __init__(self, options: LettersOptions):
+        self._options = options
+        self._ids: list[int] = []
+        self._turn = 0
+        self._calls = 0
+
+    async def start(self, task: str) -> str:
+        return task
+
+    async def step(self, action: Action) -> Observation:
+        self._ids += action.ids
+        rng = random.Random(zlib.crc32(np.array(self._ids, "<i4").tobytes()))
+        length = rng.randint(*self._options.observation_tokens)
+        if self._turn == 0:
+            self._calls = rng.randint(*self._options.calls)
+        if self._turn == self._calls:
+            return Observation(done=True)
+        self._turn += 1
+        return Observation(_text(rng, length))
+
+    async def verify(self) -> float:
+        """The share of a to z among the sampled bytes; 0 where there are none."""
+        read = [i for i in self._ids if i < BYTES]
+        letters = sum(ord("a") <= i <= ord("z") for i in read)
+        return letters / len(read) if read else 0.0
+
+
+def make(env: EnvConfig, seed: int) -> TaskSet:
+    """Returns the tasks of `env.options` (LettersOptions, None for its defaults)."""
+    options = LettersOptions() if env.options is None else env.options
+    length = options.prompt_tokens
+    heldout = _prompts("heldout", options.heldout_tasks, length, ())
+    return TaskSet(
+        train=_prompts(f"train {seed}", options.train_tasks, length, heldout),
+        heldout=heldout,
+        environment=lambda: LettersEnvironment(options),
+        prompt=lambda task: task,
+    )
+
+
+def _prompts(stream: str, count: int, length: int, taken: Collection[str]) -> list[str]:
+    """Returns different texts, none of them taken."""
+    rng = random.Random(stream)
+    taken, found = set(taken), {}
+    while len(found) < count:
+        text = _text(rng, length)
+        if text not in taken:
+            found[text] = None
+    return list(found)
+
+
+def _text(rng: random.Random, tokens: int) -> str:
+    """Random text of so many tokens once it is rendered."""
+    return "".join(rng.choices(_ALPHABET, k=tokens - _MARKS))
