@@ -216,6 +216,19 @@ def test_a_variant_that_the_file_does_not_know_is_refused(tmp_path, body, messag
         load_config(f"{path}:foo")
 
 
+def test_a_default_variant_may_be_named(tmp_path):
+    path = tmp_path / "named.py"
+    path.write_text(
+        "from thundersync_jax.config import Config\n"
+        "def get_config(variant=None):\n"
+        "    return Config(steps={None: 3, 'short': 3, 'long': 9}[variant])\n"
+    )
+    assert load_config(f"{path}:short") == load_config(str(path))
+    assert load_config(f"{path}:long").steps == 9
+    with pytest.raises(ConfigError, match="there is no 'shrot'"):
+        load_config(f"{path}:shrot")
+
+
 INTERRUPTED = {
     "raises": "time.sleep(60)",
     "swallows": "try: time.sleep(60)\n    except KeyboardInterrupt: pass",

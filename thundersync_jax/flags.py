@@ -269,7 +269,7 @@ def _call_get_config(module: ModuleType, path: str, variant: str | None) -> Any:
     takes = bool(inspect.signature(module.get_config).parameters)
     if takes:
         config = module.get_config(variant)
-        if variant is None or not _same(config, module.get_config):
+        if variant is None or not _ignores_variant(config, module.get_config):
             return config
         raise ConfigError(
             f"--config names variant {variant!r}, but get_config of {path} returns the "
@@ -283,12 +283,16 @@ def _call_get_config(module: ModuleType, path: str, variant: str | None) -> Any:
     return module.get_config()
 
 
-def _same(config: Any, get_config: Callable[[None], Any]) -> bool:
-    """Whether this is the config without a variant, where there is one."""
+def _ignores_variant(config: Any, get_config: Callable[[str | None], Any]) -> bool:
+    """Whether this is what the file returns for none, and for any name whatever.
+
+    A default variant may have a name too; a name that nobody gave is refused then.
+    """
     try:
-        return isinstance(config, Config) and config == get_config(None)
-    except Exception:  # it insists on a variant
+        others = (get_config(None), get_config("a name that nobody gave"))
+    except Exception:  # it insists on a variant, or knows which there are
         return False
+    return isinstance(config, Config) and all(config == other for other in others)
 
 
 def _explain(error: Exception, path: str) -> str:
