@@ -57,6 +57,8 @@ def pad(arrays: dict[str, Any], lengths: Sequence[int]) -> Padded:
 
     def extend(x):
         x = np.asarray(x)
-        return np.pad(x, [(0, padded - real)] + [(0, 0)] * (x.ndim - 1))
+        longer = np.zeros((padded, *x.shape[1:]), x.dtype)
+        longer[:real] = x
+        return longer
 
     return Padded({k: extend(x) for k, x in arrays.items()}, real, padded)
