@@ -5,7 +5,7 @@ import jax
 import numpy as np
 import pytest
 
-from thundersync_jax import comparison
+from thundersync_jax import comparison, live
 from thundersync_jax import verify as verify_module
 from thundersync_jax.coefficients import Coefficients
 from thundersync_jax.errors import ConfigError
@@ -124,13 +124,13 @@ def test_last_rewards_come_late_within_what_may_be_open():
 
 def test_same_ids_live_under_every_release_rule(tmp_path):
     with Run(CONFIG, tmp_path, on_line=lambda line: None) as run:
-        lives = comparison.compare_live(run, run.initial_params(), 0, step=3)
+        lives = live.compare(run, run.initial_params(), 0, step=3)
     batch = lives["batch"].step.trajectories
-    for live in lives.values():
-        for one, other in zip(batch, live.step.trajectories, strict=True):
+    for rule in lives.values():
+        for one, other in zip(batch, rule.step.trajectories, strict=True):
             np.testing.assert_array_equal(one.ids, other.ids)
             np.testing.assert_array_equal(one.logprobs, other.logprobs)
-        assert live.timing.step_secs >= live.timing.rollout_secs > 0
+        assert rule.timing.step_secs >= rule.timing.rollout_secs > 0
     assert jax.tree.all(
         jax.tree.map(
             lambda a, b: a.shape == b.shape,

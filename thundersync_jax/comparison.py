@@ -1,8 +1,8 @@
 """Release rules side by side: the same trajectories, and how far gradients differ.
 
 Trajectories are replayed into fresh streams, so that only the release rule, the order
-of events and the packing of calls differ. Live comparisons, where every rule decodes
-for itself, are in `compare_live`.
+of events and the packing of calls differ. Comparisons in which every rule decodes for
+itself are live (module `live`).
 """
 
 import dataclasses
@@ -16,11 +16,7 @@ import numpy as np
 
 from thundersync_jax.ledger import Report
 from thundersync_jax.run import Run
-from thundersync_jax.schedule import RELEASES
-from thundersync_jax.step import Step, run_step
-from thundersync_jax.timing import StepTiming, predicted_step_secs, step_timing
-from thundersync_jax.timing import release_secs as release_times
-from thundersync_jax.types import Span, Trajectory
+from thundersync_jax.types import Trajectory
 
 Tree = Any
 Event = tuple[str, Trajectory]  # "complete", "reward" or "fail", and of what
@@ -140,68 +136,6 @@ def control_difference(
         again = replay(run, params, permuted(trajectories, rng), "batch", rows)
         differences.append(relative_difference(again.gradient, reference))
     return float(np.max(differences))
-
-
-@dataclasses.dataclass(frozen=True)
-class Live:
-    """One live step under one release rule.
-
-    Attributes:
-      step: What the step brought.
-      timing: Its times.
-      predicted_secs: The formula on the rule's own arrivals and own work.
-      spans: Its bars.
-    """
-
-    step: Step
-    timing: StepTiming
-    predicted_secs: float
-    spans: list[Span]
-
-
-def compare_live(
-    run: Run, params: Tree, version: int, step: int, releases: Sequence[str] = RELEASES
-) -> dict[str, Live]:
-    """Runs the same step live under several release rules, from the same parameters.
-
-    Sampling keys and latencies depend on the step's number, so every rule samples the
-    same trajectories and waits for the same tools. The boundary is the gradient's
-    reduction alone: nothing is updated. A step that had to compile is done again, so
-    that no rule pays for another's programs.
-    """
-    if not any(span.track == "rollout" for span in run.timeline.spans()):
-        _live(run, params, version, step, releases[0])  # the sampler compiles
-    results = {}
-    for release in releases:
-        results[release] = _live(run, params, version, step, release)
-        if results[release].step.report.compiles:
-            results[release] = _live(run, params, version, step, release)
-    return results
-
-
-def _live(run: Run, params: Tree, version: int, step: int, release: str) -> Live:
-    stream = run.new_stream(params, version, release)
-    done = run_step(run, stream, run.train_jobs(step), version)
-    end = time.monotonic()
-    spans = run.timeline.spans(since=done.start_secs)
-    replicas = run.config.mesh.replica
-    timing = step_timing(spans, done.start_secs, end, replicas)
-    predicted = _predicted(done, spans, release, replicas)
-    return Live(done, timing, predicted, spans)
-
-
-def _predicted(step: Step, spans: Sequence[Span], release: str, replicas: int) -> float:
-    """The least step time for these arrivals and this work, spread over them evenly.
-
-    Replicas are taken for one learner that is so many times as fast.
-    """
-    arrivals = release_times(step.rewarded_secs, release)
-    work = sum(s.end_secs - s.start_secs for s in spans if s.track == "learner")
-    work /= replicas
-    times = [secs - step.start_secs for secs in arrivals.values()]
-    if not times:  # every trajectory failed
-        return step.last_reward_secs - step.start_secs
-    return predicted_step_secs(times, [work / len(times)] * len(times), 0.0)
 
 
 def _events(trajectory: Trajectory) -> list[Event]:

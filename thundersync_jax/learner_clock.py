@@ -1,7 +1,7 @@
 """When gradient calls really ran, seen from a thread that does nothing but wait.
 
 Dispatch returns at once, so the learner loop cannot know when a call ended without
-stopping for it. One thread per replica waits instead and writes the call's bar.
+stopping for it. One thread per replica waits instead and writes the call down.
 """
 
 import queue
@@ -15,6 +15,26 @@ import jax
 from thundersync_jax.schedule import Call
 from thundersync_jax.types import Span
 
+_LIVENESS_SECS = 1.0
+
+
+class Ran(NamedTuple):
+    """One gradient call, in seconds of the monotonic clock.
+
+    A call begins when it is dispatched or, if later, when the one before it has ended;
+    folding its gradient into sums counts to the next call of the replica.
+    """
+
+    call: Call
+    dispatched_secs: float
+    start_secs: float
+    end_secs: float
+
+    @property
+    def secs(self) -> float:
+        """How long it ran."""
+        return self.end_secs - self.start_secs
+
 
 class Totals(NamedTuple):
     """Work since the clock was made."""
@@ -24,14 +44,15 @@ class Totals(NamedTuple):
 
 
 class LearnerClock:
-    """Turns `GradientStream`'s `on_call` into spans on the "learner" track."""
+    """Turns `GradientStream`'s `on_call` into records, and spans on a timeline."""
 
     def __init__(self, on_span: Callable[[Span], None]):
         self._on_span = on_span
         self._queues: dict[int, queue.SimpleQueue] = {}
-        self._threads: list[threading.Thread] = []
+        self._threads: dict[int, threading.Thread] = {}
         self._samples = 0
         self._busy_secs: dict[int, float] = {}
+        self._ran: list[Ran] = []
 
     @property
     def totals(self) -> Totals:
@@ -40,38 +61,62 @@ class LearnerClock:
 
     def on_call(self, call: Call, ended: jax.Array) -> None:
         """Times one call. Never blocks."""
+        now = time.monotonic()
         self._samples += len(call.items)
         if call.replica not in self._queues:
             self._busy_secs[call.replica] = 0.0
             self._queues[call.replica] = queue.SimpleQueue()
-            thread = threading.Thread(
+            self._threads[call.replica] = threading.Thread(
                 target=self._watch,
                 args=(call.replica,),
                 name=f"learner-clock-{call.replica}",
                 daemon=True,
             )
-            self._threads.append(thread)
-            thread.start()
-        self._queues[call.replica].put((call, ended, time.monotonic()))
+            self._threads[call.replica].start()
+        self._queues[call.replica].put((call, ended, now))
+
+    def take(self) -> list[Ran]:
+        """Returns the calls since the last `take` by their ends, once all have ended.
+
+        Raises:
+          RuntimeError: A thread has died, so that some end will never be known.
+        """
+        for replica, calls in self._queues.items():
+            seen = threading.Event()
+            calls.put(seen)
+            while not seen.wait(_LIVENESS_SECS):
+                if not self._threads[replica].is_alive():
+                    raise RuntimeError(f"the clock of replica {replica} has stopped")
+        ran, self._ran = self._ran, []
+        return sorted(ran, key=lambda one: one.end_secs)
 
     def close(self) -> None:
         """Ends the threads; their last spans are out afterwards."""
         for calls in self._queues.values():
             calls.put(None)
-        for thread in self._threads:
+        for thread in self._threads.values():
             thread.join(timeout=2.0)
 
     def _watch(self, replica: int) -> None:
         free = 0.0
         while (entry := self._queues[replica].get()) is not None:
+            if isinstance(entry, threading.Event):
+                entry.set()
+                continue
             call, ended, dispatched = entry
             ended.block_until_ready()
-            now = time.monotonic()
-            first = call.items[0]
-            more = f" +{len(call.items) - 1}" if len(call.items) > 1 else ""
-            kind = "direct" if call.place is None else "streamed"
-            name = f"{kind} g{first.group}m{first.member}{more}"
-            start = max(dispatched, free)
-            self._on_span(Span("learner", name, start, now, lane=f"replica {replica}"))
-            self._busy_secs[replica] += now - start
-            free = now
+            ran = Ran(call, dispatched, max(dispatched, free), time.monotonic())
+            free = ran.end_secs
+            self._ran.append(ran)
+            self._busy_secs[replica] += ran.secs
+            self._on_span(_span(ran))
+
+
+def _span(ran: Ran) -> Span:
+    call = ran.call
+    first = call.items[0]
+    more = f" +{len(call.items) - 1}" if len(call.items) > 1 else ""
+    kind = "direct" if call.place is None else "streamed"
+    name = f"{kind} g{first.group}m{first.member}{more}"
+    lane = f"replica {call.replica}"
+    return Span("learner", name, ran.start_secs, ran.end_secs, lane)

@@ -21,7 +21,7 @@ from thundersync_jax import (
     state,
     task_order,
 )
-from thundersync_jax.config import Config
+from thundersync_jax.config import Config, LatencyConfig
 from thundersync_jax.envs.base import Environment, TaskSet, check_split, load_factory
 from thundersync_jax.envs.latency import WithLatency
 from thundersync_jax.errors import ConfigError
@@ -46,6 +46,10 @@ _SHARE_OF_MEMORY = 0.25  # of a device, for group sums where nothing else is sai
 class Run:
     """One config with everything it needs. Use it as a context: it owns threads.
 
+    Attributes:
+      latency_scale: What medians of lognormal latencies are multiplied by; a benchmark
+        sets it.
+
     Args:
       config: The settings.
       workdir: Where the run writes.
@@ -63,6 +67,7 @@ class Run:
         owner: bool = False,
     ):
         self.config = config
+        self.latency_scale = 1.0
         self.workdir = Path(workdir)
         self.on_line = on_line
         factory = environment or load_factory(config.env.factory)
@@ -184,11 +189,22 @@ class Run:
 
     def _environment(self, key: TrajectoryKey) -> Environment:
         environment = self.tasks.environment()
-        env = self.config.env
         if key.phase != "train":
             return environment
+        env = self.config.env
         seed = (self.config.seed, PHASES[key.phase], key.step, key.group, key.member)
-        return WithLatency(environment, env.tool_latency, env.verify_latency, seed)
+        return WithLatency(
+            environment,
+            _scaled(env.tool_latency, self.latency_scale),
+            _scaled(env.verify_latency, self.latency_scale),
+            seed,
+        )
+
+
+def _scaled(latency: LatencyConfig, factor: float) -> LatencyConfig:
+    if latency.kind != "lognormal":
+        return latency
+    return dataclasses.replace(latency, median_secs=factor * latency.median_secs)
 
 
 def make_jobs(phase: str, step: int, tasks: Sequence[Any], members: int) -> list[Job]:

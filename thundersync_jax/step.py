@@ -10,16 +10,18 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
+from thundersync_jax import state
 from thundersync_jax.errors import StreamError
-from thundersync_jax.learner_clock import Totals
+from thundersync_jax.learner_clock import Ran, Totals
 from thundersync_jax.ledger import Report
 from thundersync_jax.progress import Progress
 from thundersync_jax.rollout.events import Completed, Event, Failed, Job, Rewarded
 from thundersync_jax.run import Run
 from thundersync_jax.stream import GradientStream
-from thundersync_jax.types import Trajectory
+from thundersync_jax.types import Span, Trajectory
 
 Tree = Any
 # While work waits for a device, how often to look; otherwise events wake the loop.
@@ -40,7 +42,8 @@ class Step:
       advantages: By (group, member), of the members that count.
       rewarded_secs: By (group, member), when the verdict came in, on the monotonic
         clock.
-      start_secs: When the rollouts went out.
+      calls: The gradient calls.
+      start_secs: When the rollouts went out, on the same clock.
       last_reward_secs: When the last outcome came in.
     """
 
@@ -50,6 +53,7 @@ class Step:
     failures: list[Failed]
     advantages: dict[tuple[int, int], float]
     rewarded_secs: dict[tuple[int, int], float]
+    calls: list[Ran]
     start_secs: float
     last_reward_secs: float
 
@@ -76,6 +80,7 @@ def run_step(
       StreamError: More members failed than `rollout.failed_share_limit` allows, or the
         gradient is not finite.
     """
+    run.clock.take()  # what ran before belongs to no step
     start = time.monotonic()
     progress = progress or Progress(len(jobs), started_secs=start)
     work = run.clock.totals
@@ -85,20 +90,25 @@ def run_step(
     trajectories: dict[tuple[int, int], Trajectory] = {}
     rewarded: dict[tuple[int, int], float] = {}
     failures: list[Failed] = []
+    last_reward = start
     for event in rollouts(run, jobs, version, stream.advance):
         place = event.key.group, event.key.member
         _tell(run, stream, event)
         if isinstance(event, Failed):
             failures.append(event)
         elif isinstance(event, Rewarded):
-            rewarded[place] = time.monotonic()
+            rewarded[place] = event.secs
+        if not isinstance(event, Completed):
+            last_reward = max(last_reward, event.secs)
         if event.trajectory is not None:
             trajectories[place] = event.trajectory
         _count(progress, event, run.clock.totals, work)
         on_progress(progress)
-    last_reward = time.monotonic()
     _check_failures(failures, len(jobs), run.config.rollout.failed_share_limit)
     gradient, report = stream.finish()
+    calls = run.clock.take()
+    worked = max([last_reward, *(ran.end_secs for ran in calls)])
+    run.timeline.add(Span("boundary", "close and reduce", worked, time.monotonic()))
     return Step(
         gradient=gradient,
         report=report,
@@ -106,32 +116,87 @@ def run_step(
         failures=failures,
         advantages=stream.advantages,
         rewarded_secs=rewarded,
+        calls=calls,
         start_secs=start,
         last_reward_secs=last_reward,
     )
 
 
-def compile_all(run: Run, params: Tree, version: int) -> None:
-    """Compiles every gradient program that a step may need, so that none has to wait.
+def conclude(
+    run: Run, update: state.Update, now: state.State, done: Step, version: int
+) -> tuple[state.State, int, float]:
+    """The rest of the step boundary: the update, and its publication to the sampler.
 
-    Two made-up members per length bucket, one streamed and one direct; their weights
-    are 0, the gradient is dropped.
+    Args:
+      run: Of the step.
+      update: The optimizer's.
+      now: Before the update; donated.
+      done: The step. Where its gradient is exactly 0 nothing happens.
+      version: Policy version of `now`.
+
+    Returns:
+      The state, its policy version, and the gradient's norm after clipping.
     """
-    buckets = run.config.rollout.gradient_buckets
-    for rows in dict.fromkeys((1, run.config.mesh.rows_per_call)):
-        # The first member streams, the second is final. A full call is never streamed.
-        release = "trajectory" if rows == 1 else "batch"
-        stream = run.new_stream(params, version, release, rows)
-        for length in buckets:
-            arrays = {
-                "tokens": np.zeros(length, np.int32),
-                "weights": np.zeros(length, np.float32),
-            }
-            stream.open_group(length, members=2)
-            for member in range(2):
-                stream.complete(length, member, arrays, tokens=1)
-                stream.reward(length, member, float(member))
-        stream.finish()
+    if done.report.gradient_norm == 0:
+        return now, version, 0.0
+    with run.timeline.span("boundary", "update and publish"):
+        now, clipped = update(now, done.gradient)
+        jax.block_until_ready(now.params)
+        run.publish(now.params, version + 1)
+    return now, version + 1, float(clipped)
+
+
+def compile_all(run: Run, params: Tree, version: int) -> None:
+    """Compiles every gradient program that a step may need, so that none waits."""
+    made_up_calls(run, params, version, "trajectory", rows=1, members=2)
+    if (rows := run.config.mesh.rows_per_call) > 1:
+        made_up_calls(run, params, version, "batch", rows, members=2)
+
+
+def made_up_calls(
+    run: Run, params: Tree, version: int, release: str, rows: int, members: int
+) -> None:
+    """Computes gradients of trajectories without meaning, and drops the result.
+
+    Args:
+      run: Its buckets and surrogate.
+      params: Where gradients are taken.
+      version: Their policy version.
+      release: Under "trajectory" all members but the last of a bucket are streamed.
+      rows: Rows per call.
+      members: Trajectories per length bucket; all weights are 0.
+    """
+    stream = run.new_stream(params, version, release, rows)
+    for length in run.config.rollout.gradient_buckets:
+        arrays = {
+            "tokens": np.zeros(length, np.int32),
+            "weights": np.zeros(length, np.float32),
+        }
+        stream.open_group(length, members)
+        for member in range(members):
+            stream.complete(length, member, arrays, tokens=1)
+            stream.reward(length, member, float(member))
+            while stream.advance():
+                time.sleep(_LOOK_SECS)
+    stream.finish()
+
+
+def roll_out(run: Run, step: int, version: int) -> tuple[list[Trajectory], float]:
+    """Samples a step's trajectories and computes nothing.
+
+    Returns:
+      The trajectories in order, failed ones as they failed, and R, the seconds until
+      the last outcome.
+    """
+    start = time.monotonic()
+    outcomes = [
+        event
+        for event in rollouts(run, run.train_jobs(step), version)
+        if not isinstance(event, Completed)
+    ]
+    found = [event.trajectory for event in outcomes if event.trajectory is not None]
+    last = max(event.secs for event in outcomes)
+    return sorted(found, key=lambda trajectory: trajectory.key), last - start
 
 
 def rollouts(

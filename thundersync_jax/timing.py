@@ -8,6 +8,8 @@ import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from thundersync_jax.types import Span
 
 
@@ -143,6 +145,39 @@ def predicted_step_secs(
         remaining += work
         latest = max(latest, arrival + remaining)
     return boundary_secs + latest
+
+
+def group_correlation(groups: Iterable[Sequence[float]]) -> float:
+    """How alike the values of one group are: the intraclass correlation ICC(1).
+
+    With the mean squares between groups (MSB) and within groups (MSW) of a one-way
+    analysis of variance, N values in n groups of sizes k_g:
+
+        ICC(1) = (MSB - MSW) / (MSB + (k0 - 1) MSW),  k0 = (N - sum k_g^2 / N) / (n - 1)
+
+    Args:
+      groups: Values by group, for instance finish times; empty groups are left out.
+
+    Returns:
+      1 where all values of a group are equal, about 0 where groups tell nothing,
+      negative where members differ more than groups do. NaN with fewer than two
+      groups, without a group of two, or where all values are equal.
+
+    Source: Shrout and Fleiss 1979, "Intraclass correlations", equation for ICC(1,1);
+    k0 for unequal groups after Donner 1986.
+    """
+    groups = [np.asarray(group, np.float64) for group in groups if len(group)]
+    sizes = np.asarray([len(group) for group in groups], np.float64)
+    count, values = len(groups), sizes.sum()
+    if count < 2 or values == count:
+        return math.nan
+    grand = np.concatenate(groups).mean()
+    means = np.asarray([group.mean() for group in groups])
+    between = np.sum(sizes * (means - grand) ** 2) / (count - 1)
+    within = sum(np.sum((g - g.mean()) ** 2) for g in groups) / (values - count)
+    size = (values - np.sum(sizes**2) / values) / (count - 1)
+    scale = between + (size - 1) * within
+    return float((between - within) / scale) if scale > 0 else math.nan
 
 
 def _lanes(spans: Iterable[Span]) -> dict[str, list[Span]]:

@@ -13,10 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
-from thundersync_jax import comparison, state
+from thundersync_jax import comparison, live, state
 from thundersync_jax.checkpoint import Checkpoints, sha256
 from thundersync_jax.config import Config
 from thundersync_jax.display import Display, ReleaseRow, StepRow
@@ -26,7 +25,7 @@ from thundersync_jax.metrics import Metrics, Sink, read
 from thundersync_jax.progress import RunProgress
 from thundersync_jax.records import write_rollouts
 from thundersync_jax.run import Factory, Run
-from thundersync_jax.step import Step, compile_all, run_step
+from thundersync_jax.step import Step, compile_all, conclude, run_step
 from thundersync_jax.timeline import write_chrome_trace
 from thundersync_jax.timing import StepTiming, step_timing
 from thundersync_jax.warm_start import POLICY_VERSION, warm_start
@@ -118,20 +117,14 @@ def _step(run, display, progress, update, now, version, step):
     counts = progress.begin(len(jobs), time.monotonic())
     stream = run.new_stream(now.params, version)
     done = run_step(run, stream, jobs, version, counts, display.update)
-    clipped = 0.0
     sampled_by = version
-    with run.timeline.span("boundary", "update and publish"):
-        if done.report.gradient_norm > 0:
-            now, clipped = update(now, done.gradient)
-            jax.block_until_ready(now.params)
-            version += 1
-            run.publish(now.params, version)
+    now, version, clipped = conclude(run, update, now, done, version)
     end = time.monotonic()
     progress.end(counts)
     write_rollouts(run.workdir, step, done.trajectories, done.advantages)
     spans = run.timeline.spans(since=done.start_secs)
     timing = step_timing(spans, done.start_secs, end, run.config.mesh.replica)
-    scalars = _scalars(run.config, done, timing, sampled_by, float(clipped))
+    scalars = _scalars(run.config, done, timing, sampled_by, clipped)
     display.row(_row(run.config, done, scalars, step))
     for failed in done.failures[:_SHOWN_FAILURES]:
         display.line(f"{failed.key}: {failed.stop_reason.value}: {failed.reason}")
@@ -201,7 +194,7 @@ def _close(run: Run, display: Display, now: state.State, version: int, warm) -> 
     """One more step under every release rule, as a table and as pictures."""
     first = run.config.steps + 1
     for step in range(first, first + _CLOSING_TRIES):
-        lives = comparison.compare_live(run, now.params, version, step)
+        lives = live.compare(run, now.params, version, step)
         batch = lives["batch"].step
         if batch.report.gradient_norm > 0:
             break
@@ -214,16 +207,16 @@ def _close(run: Run, display: Display, now: state.State, version: int, warm) -> 
         [
             ReleaseRow(
                 release,
-                live.timing.step_secs,
-                live.timing.idle_fraction,
-                live.timing.tail_secs,
-                live.predicted_secs,
+                one.timing.step_secs,
+                one.timing.idle_fraction,
+                one.timing.tail_secs,
+                one.predicted_secs,
                 None
                 if control is None
-                else comparison.relative_difference(live.step.gradient, batch.gradient),
+                else comparison.relative_difference(one.step.gradient, batch.gradient),
                 control,
             )
-            for release, live in lives.items()
+            for release, one in lives.items()
         ]
     )
     display.line(
@@ -231,7 +224,7 @@ def _close(run: Run, display: Display, now: state.State, version: int, warm) -> 
         "equal rewards, no gradient: only batch and group release know in time."
     )
     write_chrome_trace(run.workdir / "timeline.json", run.timeline.spans())
-    _draw(run, display, {release: live.spans for release, live in lives.items()}, warm)
+    _draw(run, display, {release: one.spans for release, one in lives.items()}, warm)
 
 
 def _draw(run: Run, display: Display, panels, warm) -> None:

@@ -25,12 +25,10 @@ from thundersync_jax.display import Display
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.flags import Flag
 from thundersync_jax.flags import run as run_command
-from thundersync_jax.rollout.events import Completed
 from thundersync_jax.run import Factory, Run
 from thundersync_jax.schedule import RELEASES
-from thundersync_jax.step import rollouts
+from thundersync_jax.step import roll_out
 from thundersync_jax.tables import Column
-from thundersync_jax.types import Trajectory
 from thundersync_jax.warm_start import POLICY_VERSION, warm_start
 
 Tree = Any
@@ -121,7 +119,7 @@ def verify(
 
 def _compare(run, display, params, releases, step) -> tuple[_Point, dict[str, Tree]]:
     """All rules at one point: the same parameters and trajectories."""
-    trajectories = _sample(run, step)
+    trajectories, _ = roll_out(run, step, _version(step))
     batch = comparison.replay(run, params, comparison.in_order(trajectories), "batch")
     control = comparison.control_difference(
         run, params, trajectories, batch.gradient, seed=step
@@ -147,14 +145,6 @@ def _compare(run, display, params, releases, step) -> tuple[_Point, dict[str, Tr
             f"{control:.2e}  streamed share {share:.2f}"
         )
     return point, gradients
-
-
-def _sample(run: Run, step: int) -> list[Trajectory]:
-    """The step's trajectories, rolled out once; failed ones as they failed."""
-    jobs, version = run.train_jobs(step), _version(step)
-    events = [e for e in rollouts(run, jobs, version) if not isinstance(e, Completed)]
-    found = [event.trajectory for event in events if event.trajectory is not None]
-    return sorted(found, key=lambda trajectory: trajectory.key)
 
 
 def _replayed(run, params, trajectories, release, step):

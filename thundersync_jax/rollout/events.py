@@ -1,9 +1,18 @@
-"""What a rollout pool is given and what it tells: a job in, one outcome out."""
+"""What a rollout pool is given and what it tells: a job in, one outcome out.
+
+`secs` of an event is when it happened, on the monotonic clock; whoever reads it may be
+busy then.
+"""
 
 import dataclasses
+import time
 from typing import Any
 
 from thundersync_jax.types import StopReason, Trajectory, TrajectoryKey
+
+
+def _now() -> Any:
+    return dataclasses.field(default_factory=time.monotonic, compare=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +29,7 @@ class Completed:
 
     key: TrajectoryKey
     trajectory: Trajectory
+    secs: float = _now()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +39,7 @@ class Rewarded:
     key: TrajectoryKey
     reward: float
     trajectory: Trajectory
+    secs: float = _now()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,12 +51,14 @@ class Failed:
       stop_reason: What kind of failure; CONTEXT_OVERFLOW is a prompt without room.
       reason: One line that names what was stopped.
       trajectory: The tokens up to there, None where not even the prompt is known.
+      secs: As of every event.
     """
 
     key: TrajectoryKey
     stop_reason: StopReason
     reason: str
     trajectory: Trajectory | None = None
+    secs: float = _now()
 
 
 Event = Completed | Rewarded | Failed

@@ -1,0 +1,217 @@
+"""The bench: what it measures is what happened, and a comparison must be one."""
+
+import dataclasses
+import json
+import math
+
+import echo_task
+import numpy as np
+import pytest
+
+from thundersync_jax import bench as bench_module
+from thundersync_jax import calibration
+from thundersync_jax import live as live_module
+from thundersync_jax.bench import bench
+from thundersync_jax.config import EnvConfig, LatencyConfig
+from thundersync_jax.envs.letters import LettersOptions
+from thundersync_jax.errors import ConfigError
+from thundersync_jax.learner_clock import Ran
+from thundersync_jax.rollout.events import Failed
+from thundersync_jax.schedule import RELEASES, Call, Item
+from thundersync_jax.settings import replace
+from thundersync_jax.step import Step
+from thundersync_jax.types import StopReason, Trajectory, TrajectoryKey
+
+WAITS = LatencyConfig("lognormal", median_secs=0.05, sigma=1.2)
+CONFIG = replace(
+    echo_task.small(warm_start_steps=0),
+    {
+        "env": EnvConfig(
+            factory="thundersync_jax.envs.letters:make",
+            options=LettersOptions(
+                prompt_tokens=8, calls=(0, 1), observation_tokens=(3, 4), train_tasks=16
+            ),
+            tool_latency=WAITS,
+            verify_latency=WAITS,
+        ),
+        "rollout.turn_tokens": 4,
+        "rollout.cut_actions": "run",
+        "rollout.slots": 16,
+        "open_groups": 4,
+        "optim.learning_rate": 1e-2,
+    },
+)
+PER_RELEASE = {
+    *("step_secs", "step_secs_median", "rollout_secs", "learner_secs"),
+    *("first_release_secs", "last_work_secs", "boundary_secs", "tail_secs"),
+    *("dispatch_ms_median", "predicted_secs", "measured_over_predicted"),
+    *("learner_idle_fraction", "contention", "streamed_share"),
+    "padded_over_real_tokens",
+}
+OVERALL = {
+    *("releases", "speedup", "finish_time_icc", "open_groups_max", "group_sum_bytes"),
+    *("compiles_after_warmup", "uniform_groups", "latency_scale", "rows_per_call"),
+    "identical_trajectories",
+}
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory):
+    """Two steps of a tiny model under every rule."""
+    folder = tmp_path_factory.mktemp("bench")
+    with echo_task.kept_programs(folder / "programs"):
+        return bench(CONFIG, folder / "run", steps=2, plot=True), folder / "run"
+
+
+def test_every_figure_is_there_and_the_rules_did_the_same_work(result):
+    found, _ = result
+    assert found.keys() == OVERALL
+    assert json.loads(json.dumps(found)) == found
+    assert found["identical_trajectories"]
+    assert found["compiles_after_warmup"] == 0
+    assert found["open_groups_max"] >= 1 and found["group_sum_bytes"] > 0
+    assert tuple(found["releases"]) == RELEASES
+    for release in found["releases"].values():
+        assert release.keys() == PER_RELEASE
+        assert len(release["step_secs"]) == 2
+    shares = {r: found["releases"][r]["streamed_share"] for r in RELEASES}
+    assert shares["batch"] == shares["group"] == 0.0 < shares["trajectory"]
+
+
+def test_no_rule_beats_its_own_formula_and_its_parts_add_up(result):
+    found, _ = result
+    for release in found["releases"].values():
+        # Rounding alone: the formula is a lower bound on these arrivals and this work.
+        assert release["measured_over_predicted"] >= 1 - 1e-9
+        assert release["contention"] > 0
+        assert release["tail_secs"] >= release["boundary_secs"] > 0
+        assert min(release["step_secs"]) > release["rollout_secs"] / 3
+    batch = found["releases"]["batch"]
+    assert batch["first_release_secs"] == pytest.approx(batch["rollout_secs"], abs=0.05)
+    for name in ("group", "trajectory"):
+        assert found["releases"][name]["first_release_secs"] < batch["rollout_secs"]
+
+
+def test_pictures_are_drawn(result):
+    _, workdir = result
+    for name in ("bench_timeline.png", "bench.png"):
+        assert (workdir / name).read_bytes()[:4] == b"\x89PNG"
+
+
+def test_steps_and_pictures_are_checked_before_anything_runs(tmp_path):
+    with pytest.raises(ConfigError, match="--steps is 0"):
+        bench(CONFIG, tmp_path, steps=0)
+    with pytest.raises(ConfigError, match="a work directory for pictures"):
+        bench(CONFIG, plot=True)
+    assert not list(tmp_path.iterdir())
+
+
+def call(member, group=0, replica=0, rows=1, place=None):
+    return Call(replica, (Item(group, member, 0, "bucket"),), place, rows)
+
+
+def ran(member, dispatched, start, end, **rest):
+    return Ran(call(member, **rest), dispatched, start, end)
+
+
+def step(calls, rewarded, last, failures=()):
+    return Step(
+        gradient=None,
+        report=None,
+        trajectories=[],
+        failures=list(failures),
+        advantages={},
+        rewarded_secs=rewarded,
+        calls=calls,
+        start_secs=10.0,
+        last_reward_secs=last,
+    )
+
+
+def test_formula_takes_each_calls_own_arrival_and_work():
+    """By hand: work 1 and 3 from 11 and 12, the last reward at 13, boundary 0.5."""
+    calls = [ran(0, 11.0, 11.0, 12.0), ran(1, 12.0, 12.5, 15.5)]
+    done = step(calls, {(0, 0): 11.0, (0, 1): 12.0}, last=13.0)
+    assert live_module.predicted_secs(done, [11.0, 12.0], 0.5, 1) == pytest.approx(5.5)
+    # All of it after the last reward, as under batch release.
+    assert live_module.predicted_secs(done, [13.0, 13.0], 0.5, 1) == pytest.approx(7.5)
+    # Two replicas count as a learner twice as fast, and nothing ends before R.
+    assert live_module.predicted_secs(done, [11.0, 12.0], 0.5, 2) == pytest.approx(4.0)
+    assert live_module.predicted_secs(step([], {}, 13.0), [], 0.5, 1) == 3.5
+
+
+@pytest.mark.parametrize(
+    ("release", "arrivals"), [("trajectory", 11.0), ("group", 14.0), ("batch", 15.0)]
+)
+def test_a_call_may_begin_when_its_rule_lets_it(release, arrivals):
+    """A failed member settles its group and the batch as a rewarded one does."""
+    rewarded = {(0, 0): 11.0, (0, 1): 12.0, (1, 0): 15.0}
+    key = TrajectoryKey(1, 0, 2)
+    failed = Failed(key, StopReason.TIMEOUT, "late", secs=14.0)
+    done = step([ran(0, 11.1, 11.1, 12.0)], rewarded, 15.0, [failed])
+    assert live_module._arrivals(done, release) == [arrivals]
+
+
+def test_dispatch_counts_only_calls_that_found_their_learner_idle():
+    calls = [
+        ran(0, 11.002, 11.002, 12.0),
+        ran(1, 11.5, 12.0, 13.0),  # came while the first one ran
+        ran(2, 14.003, 14.003, 15.0),
+        ran(3, 14.004, 14.004, 16.0, replica=1),  # another learner, idle so far
+    ]
+    waits = live_module._dispatch_secs(calls, [11.0, 11.5, 14.0, 14.0])
+    assert waits == pytest.approx([0.002, 0.003, 0.004])
+
+
+def test_contention_compares_with_the_same_shapes_alone():
+    idle = calibration.IdleWork()
+    for secs in (1.0, 1.0, 9.0):
+        idle.add(ran(0, 0.0, 0.0, secs))
+    idle.add(ran(0, 0.0, 0.0, 2.0, place=0))
+    idle.add(ran(0, 0.0, 0.0, 4.0, rows=4))
+    calls = [ran(0, 0, 0, 1.5), ran(1, 0, 0, 3.0, place=0), ran(2, 0, 0, 4.0, rows=4)]
+    assert idle.contention(calls) == pytest.approx(8.5 / 7.0)
+    # A shared streamed call was not measured apart: the direct one stands for it.
+    assert idle.contention([ran(3, 0, 0, 5.0, rows=4, place=1)]) == pytest.approx(1.25)
+    assert math.isnan(idle.contention([]))
+
+
+@pytest.mark.parametrize("base", [0.0, 0.3, 2.0])
+def test_scale_is_found_for_rollouts_that_grow_with_it(base):
+    """R = base + 2.7 scale, to be 3.1 seconds."""
+    tried = [(1.0, base + 2.7)]
+    while abs(tried[-1][1] / 3.1 - 1) > 0.03:
+        scale = calibration.next_scale(tried, 3.1)
+        tried.append((scale, base + 2.7 * scale))
+    assert len(tried) <= 3
+    assert calibration.next_scale([(1.0, 2.0), (2.0, 1.9)], 4.0) > 2.0  # noise
+
+
+def trajectory(member=0, reward=1.0, ids=(1, 2, 3)):
+    ids = np.array(ids, np.int32)
+    return Trajectory(
+        key=TrajectoryKey(1, 0, member),
+        ids=ids,
+        loss_mask=ids > 1,
+        logprobs=np.zeros(len(ids), np.float32),
+        turns=1,
+        stop_reason=StopReason.FINISHED,
+        policy_version=0,
+        reward=reward,
+    )
+
+
+@pytest.mark.parametrize(
+    "other",
+    [[], [trajectory(1)], [trajectory(reward=0.5)], [trajectory(ids=(1, 2, 4))]],
+)
+def test_rules_that_sampled_otherwise_are_not_called_identical(other):
+    def found(trajectories):
+        done = dataclasses.replace(step([], {}, 11.0), trajectories=trajectories)
+        return live_module.Live(done, None, 0.0, 0.0, 0.0, 0.0, [], [])
+
+    same = dict.fromkeys(RELEASES, found([trajectory()]))
+    assert bench_module._identical(bench_module._Round(same, {}))
+    for release in RELEASES:
+        differs = same | {release: found(other)}
+        assert not bench_module._identical(bench_module._Round(differs, {}))

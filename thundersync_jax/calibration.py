@@ -1,0 +1,138 @@
+"""What a benchmark has to know before it measures: how fast the learner is alone.
+
+Three measurements on trajectories of the first policy: what a gradient call costs on an
+otherwise idle learner, whether packing calls pays, and by how much lognormal latencies
+must be scaled for rollouts to take as long as learning, where streaming gains most.
+"""
+
+import collections
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from thundersync_jax import comparison
+from thundersync_jax.learner_clock import Ran
+from thundersync_jax.run import Run
+from thundersync_jax.step import made_up_calls, roll_out
+from thundersync_jax.types import Trajectory
+
+Tree = Any
+TOLERANCE = 0.1  # rollouts and learner agree within it
+_AIM = 0.03  # and calibration stops here
+_PASSES = 5  # over the steps, at most
+_MEMBERS = 4  # calls of a kind in one measurement
+
+
+class Shape(NamedTuple):
+    """What decides how long a gradient call takes alone."""
+
+    rows: int
+    bucket: Any
+    streamed: bool
+
+
+def shape(ran: Ran) -> Shape:
+    """The shape of a call that ran."""
+    call = ran.call
+    return Shape(call.rows, call.items[0].bucket, call.place is not None)
+
+
+class IdleWork:
+    """Medians of calls on an otherwise idle learner, by shape.
+
+    Measured again between the steps of a benchmark, so that a machine that drifts does
+    so for both sides of a ratio.
+    """
+
+    def __init__(self):
+        self._secs: dict[Shape, list[float]] = collections.defaultdict(list)
+
+    def measure(self, run: Run, params: Tree, version: int, rows: int) -> None:
+        """Runs made-up members of every bucket, while nothing else runs."""
+        run.clock.take()
+        made_up_calls(run, params, version, "trajectory", 1, _MEMBERS)
+        for each in dict.fromkeys((1, rows)):
+            made_up_calls(run, params, version, "batch", each, _MEMBERS * each)
+        for ran in run.clock.take():
+            self.add(ran)
+
+    def add(self, ran: Ran) -> None:
+        """Takes one call that ran alone."""
+        self._secs[shape(ran)].append(ran.secs)
+
+    def contention(self, calls: Iterable[Ran]) -> float:
+        """The work of calls over that of the same calls on an idle learner.
+
+        NaN where there are no calls.
+        """
+        calls = list(calls)
+        alone = sum(self._alone_secs(shape(ran)) for ran in calls)
+        return sum(ran.secs for ran in calls) / alone if calls else math.nan
+
+    def _alone_secs(self, kind: Shape) -> float:
+        # Shared streamed calls are rare, and the same program as direct ones.
+        found = self._secs.get(kind) or self._secs[kind._replace(streamed=False)]
+        return statistics.median(found)
+
+
+def learner_secs(
+    run: Run, params: Tree, trajectories: Sequence[Trajectory], rows: int
+) -> float:
+    """L of the batch rule, seconds of gradient work with so many rows per call."""
+    run.clock.take()
+    comparison.replay(run, params, comparison.in_order(trajectories), "batch", rows)
+    return sum(ran.secs for ran in run.clock.take())
+
+
+def faster_rows(
+    run: Run, params: Tree, steps: Sequence[Sequence[Trajectory]]
+) -> tuple[int, dict[int, float]]:
+    """Whether full calls pay: the rows per call with which batch learns faster.
+
+    Returns:
+      The rows, and by rows the median seconds of learner work over the steps.
+    """
+    secs = {
+        rows: statistics.median(learner_secs(run, params, t, rows) for t in steps)
+        for rows in dict.fromkeys((1, run.config.mesh.rows_per_call))
+    }
+    return min(secs, key=secs.get), secs
+
+
+def scale_latencies(
+    run: Run, version: int, steps: Sequence[int], wanted_secs: float
+) -> list[tuple[float, float]]:
+    """Sets `run.latency_scale` so that the median rollout takes `wanted_secs`.
+
+    Returns:
+      The scales that were tried, with the median R of the steps; the best one is set.
+    """
+    tried: list[tuple[float, float]] = []
+    while True:
+        secs = statistics.median(roll_out(run, step, version)[1] for step in steps)
+        tried.append((run.latency_scale, secs))
+        best = min(tried, key=lambda entry: abs(entry[1] / wanted_secs - 1))
+        if abs(best[1] / wanted_secs - 1) <= _AIM or len(tried) == _PASSES:
+            run.latency_scale = best[0]
+            return tried
+        run.latency_scale = next_scale(tried, wanted_secs)
+
+
+def next_scale(tried: Sequence[tuple[float, float]], wanted_secs: float) -> float:
+    """The next guess: R grows about linearly with the scale.
+
+    Args:
+      tried: (scale, R in seconds), the newest last.
+      wanted_secs: R that is asked for.
+    """
+    scale, secs = tried[-1]
+    if len(tried) > 1:
+        before, before_secs = tried[-2]
+        slope = (secs - before_secs) / (scale - before) if scale != before else 0.0
+        guess = scale + (wanted_secs - secs) / slope if slope > 0 else 0.0
+        if guess > 0:
+            return float(np.clip(guess, scale / 4, scale * 4))
+    return scale * float(np.clip(wanted_secs / secs, 0.1, 10.0))

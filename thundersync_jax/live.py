@@ -1,0 +1,145 @@
+"""One step live under a release rule, and everything that is measured of it.
+
+Sampling keys and latencies depend on the step's number alone: from the same parameters
+every rule samples the same trajectories and waits for the same tools and verdicts.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from thundersync_jax.learner_clock import Ran
+from thundersync_jax.progress import Progress
+from thundersync_jax.run import Run
+from thundersync_jax.schedule import RELEASES
+from thundersync_jax.step import Step, run_step
+from thundersync_jax.timing import StepTiming, predicted_step_secs, step_timing
+from thundersync_jax.timing import release_secs as release_times
+from thundersync_jax.types import Span
+
+Tree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Live:
+    """One step under one release rule, in seconds.
+
+    Attributes:
+      step: What the step brought.
+      timing: Its times.
+      predicted_secs: The formula on the rule's own arrivals and own work.
+      first_release_secs: From the start until the first gradient might begin.
+      last_work_secs: Of the gradient call that ended last.
+      boundary_secs: From the end of reward and work to the end of the step.
+      dispatch_secs: For each call that found its learner idle, from the moment it
+        might begin (the verdict in the rollout thread) until the device had it.
+      spans: Its bars.
+    """
+
+    step: Step
+    timing: StepTiming
+    predicted_secs: float
+    first_release_secs: float
+    last_work_secs: float
+    boundary_secs: float
+    dispatch_secs: list[float]
+    spans: list[Span]
+
+
+def live(
+    run: Run,
+    params: Tree,
+    version: int,
+    step: int,
+    release: str,
+    *,
+    rows: int = 0,
+    boundary: Callable[[Step], None] = lambda step: None,
+    progress: Progress | None = None,
+    on_progress: Callable[[Progress], None] = lambda progress: None,
+) -> Live:
+    """Runs one step and measures it.
+
+    Args:
+      run: Its sampler holds `params`.
+      params: Where the gradient is taken.
+      version: Their policy version.
+      step: Which tasks, keys and latencies.
+      release: The release rule.
+      rows: Rows per call; 0 for the config's.
+      boundary: What belongs to the step after its gradient is there.
+      progress: As of `run_step`.
+      on_progress: Likewise.
+    """
+    stream = run.new_stream(params, version, release, rows)
+    done = run_step(run, stream, run.train_jobs(step), version, progress, on_progress)
+    boundary(done)
+    end = time.monotonic()
+    spans = run.timeline.spans(since=done.start_secs)
+    arrivals = _arrivals(done, release)
+    worked = max([done.last_reward_secs, *(ran.end_secs for ran in done.calls)])
+    return Live(
+        step=done,
+        timing=step_timing(spans, done.start_secs, end, run.config.mesh.replica),
+        predicted_secs=predicted_secs(
+            done, arrivals, end - worked, run.config.mesh.replica
+        ),
+        first_release_secs=min(arrivals, default=done.last_reward_secs)
+        - done.start_secs,
+        last_work_secs=done.calls[-1].secs if done.calls else 0.0,
+        boundary_secs=end - worked,
+        dispatch_secs=_dispatch_secs(done.calls, arrivals),
+        spans=spans,
+    )
+
+
+def compare(
+    run: Run, params: Tree, version: int, step: int, releases: Sequence[str] = RELEASES
+) -> dict[str, Live]:
+    """Runs the same step under several release rules, from the same parameters.
+
+    The boundary is the gradient's reduction alone: nothing is updated. A step that had
+    to compile is done again, so that no rule pays for another's programs.
+    """
+    if not any(span.track == "rollout" for span in run.timeline.spans()):
+        live(run, params, version, step, releases[0])  # the sampler compiles
+    results = {}
+    for release in releases:
+        results[release] = live(run, params, version, step, release)
+        if results[release].step.report.compiles:
+            results[release] = live(run, params, version, step, release)
+    return results
+
+
+def predicted_secs(
+    step: Step, arrivals: Sequence[float], boundary_secs: float, replicas: int
+) -> float:
+    """The step time of a learner never idle beside ready work, for these arrivals.
+
+    Args:
+      step: Whose calls are the work, and whose last reward is waited for.
+      arrivals: When each call might begin, on the clock of the step.
+      boundary_secs: F.
+      replicas: Taken for one learner that is so many times as fast.
+    """
+    work = [ran.secs / replicas for ran in step.calls]
+    times = [secs - step.start_secs for secs in (*arrivals, step.last_reward_secs)]
+    return predicted_step_secs(times, [*work, 0.0], boundary_secs)
+
+
+def _arrivals(step: Step, release: str) -> list[float]:
+    """When each call might begin: at the release of its last sample."""
+    failed = {failed.key[1:3]: failed.secs for failed in step.failures}
+    released = release_times(step.rewarded_secs | failed, release)
+    return [max(released[item[:2]] for item in ran.call.items) for ran in step.calls]
+
+
+def _dispatch_secs(calls: Sequence[Ran], arrivals: Sequence[float]) -> list[float]:
+    free: dict[int, float] = {}
+    waits = []
+    for ran, arrival in zip(calls, arrivals, strict=True):
+        if free.get(ran.call.replica, 0.0) <= arrival:
+            waits.append(ran.dispatched_secs - arrival)
+        free[ran.call.replica] = ran.end_secs
+    return waits
