@@ -261,7 +261,9 @@ class GradientStream:
         self._ended = "is finished"
         ledger = self._ledger
         denominator = ledger.denominator(self._denominator)
-        sums = mesh.join([r.batch for r in self._replicas], self._params)
+        batches = [replica.batch for replica in self._replicas]
+        self._replicas.clear()  # sums of groups go before the gradient comes
+        sums = mesh.join(batches, self._params)
         gradient, norm = accumulator.finalize(sums, denominator, self._params)
         values = jax.device_get([evaluated for _, evaluated in ledger.calls])
         parts = self._structure
