@@ -220,6 +220,54 @@ def test_timeline_is_drawn_from_any_spans_without_global_state(panels, tmp_path)
     assert ("matplotlib.pyplot" in sys.modules) == before
 
 
+def drawn_bars(bars, tmp_path, monkeypatch):
+    """The axis that `draw_bars` fills: its bars' pieces by row, and its texts."""
+    pytest.importorskip("matplotlib")
+    figures, make = [], pictures._figure
+    monkeypatch.setattr(
+        pictures, "_figure", lambda *size: figures.append(make(*size)) or figures[-1]
+    )
+    pictures.draw_bars(tmp_path / "bars.png", bars)
+    assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")
+    ((axis,),) = [figure.axes for figure in figures]
+    pieces = {row: [] for row in range(len(bars))}
+    for collection in axis.collections:
+        for path in collection.get_paths():
+            box = path.get_extents()
+            if box.width > 0:
+                pieces[round((box.y0 + box.y1) / 2)].append((box.x0, box.x1))
+    return pieces, [text.get_text().split() for text in axis.texts]
+
+
+@pytest.mark.parametrize("boundary_secs", [0.0, 0.1, 3.0])
+def test_the_pieces_of_a_bar_make_up_the_median_step(
+    boundary_secs, tmp_path, monkeypatch
+):
+    """Also where the medians of the parts add up to more than that."""
+    bars = {
+        "batch": pictures.Bar([4.0, 9.0, 4.5], 2.5, 0.0, boundary_secs, 4.4),
+        "group": pictures.Bar([3.0], 2.5, 0.5, boundary_secs, 3.0),
+        "trajectory": pictures.Bar([2.25, 2.75], 2.5, 2.0, boundary_secs, 2.0),
+    }
+    pieces, texts = drawn_bars(bars, tmp_path, monkeypatch)
+    for row, middle in enumerate((4.5, 3.0, 2.5)):
+        assert pieces[row][0][0] == 0.0
+        assert pieces[row][-1][1] == pytest.approx(middle)
+        for (_, end), (start, _) in itertools.pairwise(pieces[row]):
+            assert start == pytest.approx(end)
+    assert texts == [
+        ["4.50", "s"],
+        ["3.00", "s", "1.50x"],
+        ["2.50", "s", "1.80x"],
+    ]
+
+
+def test_bars_without_batch_compare_with_nothing(tmp_path, monkeypatch):
+    bars = {"trajectory": pictures.Bar([7200.0], 7200.0, 7200.0, 0.0, 7200.0)}
+    _, texts = drawn_bars(bars, tmp_path, monkeypatch)
+    assert texts == [["120.00", "min"]]
+
+
 @pytest.mark.parametrize("points", [[], [(60.0, 0.4, 0.3, 0.5), (900.0, 1, 0.98, 1)]])
 def test_success_is_drawn_from_any_points(points, tmp_path):
     pytest.importorskip("matplotlib")

@@ -1,4 +1,4 @@
-"""Pictures of a run: one step's timeline per release rule, and success over time.
+"""Pictures of a run: step time and timeline per release rule, and success over time.
 
 matplotlib (the extra `plots`) is imported where it is used, through its object
 interface: no global state, no window.
@@ -6,6 +6,7 @@ interface: no global state, no window.
 
 import os
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 from thundersync_jax.errors import ConfigError
@@ -24,6 +25,20 @@ DIRECT, STREAMED = "#93d1b8", "#15926b"
 BOUNDARY = "#c2502e"
 _INK, _FAINT, _LANE = "#2b2f33", "#868c93", "#f2f2f2"
 _DPI = 160
+_TIMELINE_COLORS = {
+    "decode": DECODE,
+    "tool": WAIT,
+    "verification": VERIFY,
+    "gradient, streamed": STREAMED,
+    "gradient, direct": DIRECT,
+    "boundary": BOUNDARY,
+}
+_BAR_COLORS = {
+    "rollouts, learner idle": WAIT,
+    "both at work": STREAMED,
+    "learner alone": DIRECT,
+    "boundary": BOUNDARY,
+}
 _LEARNER_SHARE = 0.16  # of a panel's height, all replicas together
 
 
@@ -45,6 +60,16 @@ class SuccessPoint(NamedTuple):
     success: float  # share
     low: float  # its 95 % interval
     high: float
+
+
+class Bar(NamedTuple):
+    """Steps under one release rule, in seconds: all of them, and medians of parts."""
+
+    step_secs: Sequence[float]  # of each step
+    rollout_secs: float  # until the last reward
+    busy_in_rollout_secs: float  # while the learner worked as well
+    boundary_secs: float
+    predicted_secs: float  # the step's, by the formula
 
 
 def draw_timeline(
@@ -76,7 +101,37 @@ def draw_timeline(
             axis.spines["bottom"].set_visible(False)
             axis.tick_params(axis="x", length=0)
     _time_axis(axes[-1], 1.01 * longest, unit, "since the step began")
-    _legend(axes[0])
+    _legend(axes[0], _TIMELINE_COLORS, {"last reward": ("|", 10)}, 1.14)
+    figure.savefig(path)
+
+
+def draw_bars(path: str | os.PathLike[str], bars: Mapping[str, Bar]) -> None:
+    """Draws the median step of several release rules, and where its time goes.
+
+    Args:
+      path: Of the picture.
+      bars: By release rule, one step each at least; from the top in their order.
+    """
+    figure = _figure(9.6, 1.25 + 0.62 * max(len(bars), 1))
+    axis = figure.subplots()
+    middles = {name: median(bar.step_secs) for name, bar in bars.items()}
+    ends = [max(*bar.step_secs, bar.predicted_secs) for bar in bars.values()]
+    longest = max(ends, default=1.0)
+    unit = _unit(longest)
+    for row, (name, bar) in enumerate(bars.items()):
+        _draw_parts(axis, row, bar, middles[name])
+        text = unit.text(middles[name])
+        if "batch" in middles and name != "batch":
+            text += f"   {middles['batch'] / middles[name]:.2f}x"
+        end = max(middles[name], bar.predicted_secs)
+        axis.text(end, row, f"   {text}", va="center", color=_INK, fontsize=9.5)
+    axis.set_ylim(max(len(bars), 1) - 0.42, -0.5)
+    _time_axis(axis, 1.19 * longest, unit, "since the step began")
+    marks = {"step time by the formula": ("|", 10), "a step": ("o", 4)}
+    _legend(axis, _BAR_COLORS, marks, 1.05)
+    _quiet(axis)
+    axis.set_yticks(range(len(bars)), list(bars), fontsize=11, fontweight="bold")
+    axis.tick_params(axis="y", length=0)
     figure.savefig(path)
 
 
@@ -162,6 +217,26 @@ def _draw_panel(axis: "Axes", spans: Sequence[Span], longest: float) -> float:
     return middle
 
 
+def _draw_parts(axis: "Axes", row: int, bar: Bar, step_secs: float) -> None:
+    """One bar: the parts of a step in their order, its spread, and the formula's."""
+    thick, left = 0.56, 0.0
+    top = row - thick / 2
+    parts = (
+        (WAIT, bar.rollout_secs - bar.busy_in_rollout_secs),
+        (STREAMED, bar.busy_in_rollout_secs),
+        (DIRECT, step_secs - bar.rollout_secs - bar.boundary_secs),
+        (BOUNDARY, bar.boundary_secs),
+    )
+    for color, secs in parts:
+        # A median of wholes is no sum of medians of parts: the rest may fall below 0.
+        secs = min(max(secs, 0.0), step_secs - left)
+        axis.broken_barh([(left, secs)], (top, thick), color=color, linewidth=0)
+        left += secs
+    axis.vlines(bar.predicted_secs, top - 0.07, top + thick, color=_INK)
+    below = [top + thick + 0.07] * len(bar.step_secs)
+    axis.plot(bar.step_secs, below, "o", color=_INK, alpha=0.5, markersize=3, mew=0)
+
+
 def _annotate(
     axis: "Axes",
     name: str,
@@ -223,24 +298,24 @@ def _time_axis(axis: "Axes", right_secs: float, unit: "_Unit", since: str) -> No
     axis.set_xlabel(f"{unit.name} {since}", color=_INK)
 
 
-def _legend(axis: "Axes") -> None:
+def _legend(
+    axis: "Axes",
+    colors: Mapping[str, str],
+    marks: Mapping[str, tuple[str, float]],
+    height: float,
+) -> None:
+    """One row above the axis, at so many of its heights: patches, marks with sizes."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    dashes = {"linestyle": "None", "marker": "|", "markersize": 10}
-    entries = [
-        Patch(color=DECODE, label="decode"),
-        Patch(color=WAIT, label="tool"),
-        Patch(color=VERIFY, label="verification"),
-        Patch(color=STREAMED, label="gradient, streamed"),
-        Patch(color=DIRECT, label="gradient, direct"),
-        Patch(color=BOUNDARY, label="boundary"),
-        Line2D([], [], color=_INK, label="last reward", **dashes),
-    ]
+    entries = [Patch(color=color, label=label) for label, color in colors.items()]
+    for label, (marker, size) in marks.items():
+        style = {"linestyle": "None", "marker": marker, "markersize": size}
+        entries.append(Line2D([], [], color=_INK, label=label, **style))
     axis.legend(
         handles=entries,
         loc="lower left",
-        bbox_to_anchor=(0, 1.14),
+        bbox_to_anchor=(0, height),
         borderaxespad=0,
         borderpad=0,
         ncols=len(entries),
