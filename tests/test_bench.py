@@ -3,13 +3,14 @@
 import dataclasses
 import json
 import math
+import sys
 
 import echo_task
 import numpy as np
 import pytest
 
 from thundersync_jax import bench as bench_module
-from thundersync_jax import calibration
+from thundersync_jax import calibration, train
 from thundersync_jax import live as live_module
 from thundersync_jax.bench import bench
 from thundersync_jax.config import EnvConfig, LatencyConfig
@@ -104,6 +105,19 @@ def test_steps_and_pictures_are_checked_before_anything_runs(tmp_path):
     with pytest.raises(ConfigError, match="a work directory for pictures"):
         bench(CONFIG, plot=True)
     assert not list(tmp_path.iterdir())
+
+
+def test_without_matplotlib_a_run_ends_well_and_a_plot_is_refused_at_once(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ConfigError, match=r"thundersync_jax\[plots\]"):
+        bench(CONFIG, tmp_path / "bench", plot=True)
+    assert not (tmp_path / "bench").exists()
+    config = replace(CONFIG, {"steps": 1, "evaluation.every_steps": 0})
+    assert train.train(config, tmp_path / "train")["steps"] == 1
+    assert "no pictures" in capsys.readouterr().out
+    assert not list((tmp_path / "train").glob("*.png"))
 
 
 def call(member, group=0, replica=0, rows=1, place=None):

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from thundersync_jax import calibration, state, tables
+from thundersync_jax import calibration, pictures, state, tables
 from thundersync_jax.checkpoint import Checkpoints
 from thundersync_jax.config import Config
 from thundersync_jax.display import Display
@@ -77,12 +77,17 @@ def bench(
       The JSON object of `--json`; README describes it.
 
     Raises:
-      ConfigError: `steps` < 1, or pictures without a work directory.
+      ConfigError: `steps` < 1, or pictures without a work directory or matplotlib.
     """
     if steps < 1 or (plot and workdir is None):
         raise ConfigError(
             f"--steps is {steps} and --plot {plot} with --workdir {workdir}; expected "
             "at least 1 step, and a work directory for pictures."
+        )
+    if plot and not pictures.available():
+        raise ConfigError(
+            "--plot needs matplotlib, which is not installed; install the extra: pip "
+            "install 'thundersync_jax[plots]', or leave --plot out."
         )
     if workdir is None:
         with tempfile.TemporaryDirectory() as folder:
@@ -362,12 +367,24 @@ def _remarks(result: dict[str, Any]) -> Iterator[str]:
 
 
 def _draw(workdir: Path, rounds: list[_Round], result: dict[str, Any]) -> None:
-    from thundersync_jax import pictures
-
+    """The step of middle length as a timeline, and all of them as bars."""
     batch = [r.lives["batch"].timing.step_secs for r in rounds]
     middle = rounds[batch.index(statistics.median_low(batch))]
-    panels = {release: middle.lives[release].spans for release in RELEASES}
-    pictures.draw_timeline(workdir / "bench_timeline.png", panels)
+    pictures.draw_timeline(
+        workdir / "bench_timeline.png",
+        {release: middle.lives[release].spans for release in RELEASES},
+    )
+    bars = {}
+    for release, found in result["releases"].items():
+        alone = found["tail_secs"] - found["boundary_secs"]
+        bars[release] = pictures.Bar(
+            step_secs=found["step_secs"],
+            rollout_secs=found["rollout_secs"],
+            busy_in_rollout_secs=max(0.0, found["learner_secs"] - alone),
+            boundary_secs=found["boundary_secs"],
+            predicted_secs=found["predicted_secs"],
+        )
+    pictures.draw_bars(workdir / "bench.png", bars)
 
 
 _TIME_COLUMNS = (

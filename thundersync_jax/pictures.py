@@ -4,6 +4,7 @@ matplotlib (the extra `plots`) is imported where it is used, through its object
 interface: no global state, no window.
 """
 
+import importlib.util
 import os
 from collections.abc import Mapping, Sequence
 from statistics import median
@@ -70,6 +71,11 @@ class Bar(NamedTuple):
     busy_in_rollout_secs: float  # while the learner worked as well
     boundary_secs: float
     predicted_secs: float  # the step's, by the formula
+
+
+def available() -> bool:
+    """Whether matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
 
 
 def draw_timeline(

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from thundersync_jax import comparison, live, state
+from thundersync_jax import comparison, live, pictures, state
 from thundersync_jax.checkpoint import Checkpoints, sha256
 from thundersync_jax.config import Config
 from thundersync_jax.display import Display, ReleaseRow, StepRow
@@ -228,9 +228,7 @@ def _close(run: Run, display: Display, now: state.State, version: int, warm) -> 
 
 
 def _draw(run: Run, display: Display, panels, warm) -> None:
-    try:
-        from thundersync_jax import pictures
-    except ImportError:
+    if not pictures.available():
         display.line("no pictures: pip install 'thundersync_jax[plots]' brings them")
         return
     points = list(warm)
