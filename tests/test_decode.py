@@ -85,13 +85,15 @@ def converse(engine, names, turns=3):
     return {name: [np.concatenate(x) for x in parts] for name, parts in record.items()}
 
 
-def test_ids_do_not_depend_on_batch_slot_or_order():
+@pytest.mark.parametrize("slots", [5, 19])
+def test_ids_do_not_depend_on_batch_slot_or_order(slots):
     """verl-project/verl#6280: results moved with what else was in the batch."""
-    names = list(range(9))
+    names = list(range(12))
     reference = {name: converse(make_engine(), [name])[name] for name in names}
     assert len({tuple(ids) for ids, _, _ in reference.values()}) == len(names)
-    crowded = make_engine()
-    for order in (names, names[::-1], [4, 0, 8, 2, 6, 1, 7, 3, 5]):
+    # One block of decoded rows with room to spare, then two, the second not full.
+    crowded = make_engine(slots=slots)
+    for order in (names, names[::-1], [4, 0, 8, 11, 2, 6, 10, 1, 7, 3, 9, 5]):
         # The second round meets a cache full of other sessions' leftovers.
         for ids_and_more in (converse(crowded, order), converse(crowded, order[:3])):
             for name, (ids, logprobs, _) in ids_and_more.items():
@@ -99,7 +101,7 @@ def test_ids_do_not_depend_on_batch_slot_or_order():
                 np.testing.assert_array_equal(logprobs, reference[name][1])
 
 
-@pytest.mark.parametrize("slots", [4, 7, 16])
+@pytest.mark.parametrize("slots", [2, 7, 16])
 def test_every_slot_computes_the_same_bits(slots):
     engine = make_engine(slots=slots)
     for session in range(slots):
@@ -246,6 +248,46 @@ def test_a_stop_token_ends_the_turn_and_is_part_of_it():
         engine.release("a")
 
 
+def decode_once(turns, slots=20, steps=6):
+    """Cache before and after one call from random contents; `turns` as slot: tokens."""
+    rng = np.random.default_rng(0)
+    shape = slots, CONFIG.kv_heads, CONTEXT, CONFIG.head_dim
+    before = tuple(
+        generation.LayerCache(*rng.normal(size=(2, *shape)).astype(np.float32))
+        for _ in range(CONFIG.layers)
+    )
+    rows = generation.Rows(
+        token=np.ones(slots, np.int32),
+        length=np.arange(slots, dtype=np.int32) + 3,
+        remaining=np.array([turns.get(i, 0) for i in range(slots)], np.int32),
+        temperature=np.ones(slots, np.float32),
+        stop_ids=np.full((slots, generation.STOP_IDS), -1, np.int32),
+        seed=np.zeros((slots, 1 + 2 * generation.SEED_INTEGERS), np.uint32),
+    )
+    params = generation.unstack(CONFIG, PARAMS)
+    cache = jax.tree.map(lambda x: jnp.array(x, copy=True), before)
+    call = generation.decode(CONFIG, steps, 8, params, cache, rows)
+    return before, rows.length, *call
+
+
+@pytest.mark.parametrize("turns", [{}, {19: 2}, dict.fromkeys(range(2, 20, 2), 3)])
+def test_a_call_touches_only_positions_from_a_turns_length_on(turns):
+    before, lengths, after, _, logprobs = decode_once(turns)
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        for slot, length in enumerate(lengths):
+            kept, written = np.split(np.any(old != new, axis=(1, 3))[slot], [length])
+            assert not np.any(kept)
+            assert np.all(written[: turns.get(slot, 0)])
+    for slot, tokens in turns.items():
+        assert np.all(np.asarray(logprobs)[slot, :tokens] < 0)
+
+
+def test_a_call_ends_with_its_last_turn():
+    *_, logprobs = decode_once({3: 2, 17: 4})
+    sampled = np.any(np.asarray(logprobs) != 0, axis=0)
+    np.testing.assert_array_equal(sampled, [True] * 4 + [False] * 2)
+
+
 def test_a_free_slot_is_refilled_in_the_next_step():
     engine = make_engine(slots=4)
     for session in range(6):
@@ -321,7 +363,7 @@ def test_a_turn_may_not_overtake_another_of_its_session():
 @pytest.mark.parametrize(
     "changes, match",
     [
-        ({"slots": 3}, "slots"),
+        ({"slots": 0}, "slots"),
         ({"prefill_buckets": (8, 4)}, "ascending"),
         ({"prefill_buckets": ()}, "ascending"),
         ({"steps_per_call": 0}, "steps_per_call"),

@@ -21,9 +21,9 @@ MODEL = ModelConfig(
     layers=2,
     width=64,
     mlp_width=128,
-    heads=8,
+    heads=16,
     kv_heads=8,
-    head_dim=16,
+    head_dim=8,
     logprob_chunk_tokens=128,
 )
 TOKENS = 256

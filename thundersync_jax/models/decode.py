@@ -1,10 +1,10 @@
 """The in-process sampler: a KV cache, decode slots, and two compiled programs.
 
 What a turn's ids depend on is its session's ids, the request and the parameters, bit
-for bit on CPU. Three rules make it so: decoding always computes all slots (at least
-four), for a fixed number of steps, over one cache length; a prompt or observation is
-prefilled alone, in pieces that its own length chooses; random numbers come from the
-request's seed and the position. No thread, no tokenizer, no environment.
+for bit on CPU. Three rules make it so: turns are decoded in blocks of one size, over
+one cache length; a prompt or observation is prefilled alone, in pieces that its own
+length chooses; random numbers come from the request's seed and the position. No
+thread, no tokenizer, no environment.
 """
 
 import bisect
@@ -21,7 +21,9 @@ from thundersync_jax.errors import ConfigError
 from thundersync_jax.models import generation, transformer
 from thundersync_jax.rollout.engine import Request, Response
 
-LEAST_SLOTS = 4  # below it the CPU's matrix products treat rows differently
+# Rows that a CPU decodes together. Fewer treat rows differently (below 4) or read the
+# weights for too little work; more compute slots without a turn.
+CPU_BLOCK_ROWS = 8
 
 
 @dataclasses.dataclass(eq=False)
@@ -59,7 +61,7 @@ class InProcessEngine:
         Args:
           config: The model.
           params: As `transformer.init` returns them; copied.
-          slots: Sessions that are held at a time, at least 4.
+          slots: Sessions that are held at a time.
           context_tokens: Longest sequence of a session.
           steps_per_call: Tokens per slot and `step`.
           prefill_buckets: Ascending lengths to which pieces are padded; what is longer
@@ -83,6 +85,8 @@ class InProcessEngine:
             )
             for _ in range(config.layers)
         )
+        (device, *_) = self._cache[0].keys.devices()
+        self._block_rows = CPU_BLOCK_ROWS if device.platform == "cpu" else slots
         self._rows = generation.Rows(
             token=np.zeros(slots, np.int32),
             length=np.zeros(slots, np.int32),
@@ -147,7 +151,7 @@ class InProcessEngine:
         self._free.append(held.slot)
 
     def step(self) -> list[Response]:
-        """Fills free slots, prefills what is new, decodes `steps_per_call` tokens."""
+        """Fills free slots, prefills what is new, decodes at most `steps_per_call`."""
         while self._queue and self._free:
             session = self._queue.popleft()
             session.slot = self._free.pop()
@@ -158,7 +162,12 @@ class InProcessEngine:
         if not self._decoding:
             return []
         self._cache, ids, logprobs = generation.decode(
-            self._config, self._steps, self._params, self._cache, self._rows
+            self._config,
+            self._steps,
+            self._block_rows,
+            self._params,
+            self._cache,
+            self._rows,
         )
         return self._collect(*jax.device_get((ids, logprobs)))
 
@@ -283,11 +292,8 @@ def _seed_words(seed: tuple[int, ...]) -> np.ndarray:
 
 
 def _check(slots, context_tokens, steps_per_call, prefill_buckets):
-    if slots < LEAST_SLOTS:
-        raise ConfigError(
-            f"slots={slots}; at least {LEAST_SLOTS} make sampled ids independent of "
-            "the other rows, raise rollout.slots"
-        )
+    if slots < 1:
+        raise ConfigError(f"slots={slots}; a session needs one, raise rollout.slots")
     if context_tokens < 2 or steps_per_call < 1:
         raise ConfigError(
             f"context_tokens={context_tokens} and steps_per_call={steps_per_call}; "

@@ -1,4 +1,4 @@
-"""The sampler's compiled programs: prefill segments, decode all slots.
+"""The sampler's compiled programs: prefill segments, decode the slots with a turn.
 
 Pure functions of parameters, cache and small host arrays. Which session sits in which
 slot, and what a turn is, `decode` knows.
@@ -62,41 +62,25 @@ def prefill(config, params, cache, ids, place, count):
       place: int32[slots, 2], slot and first position of each segment.
       count: int32[], segments in use.
     """
-    pieces, tokens = ids.shape
-    _, kv_heads, context, head_dim = cache[0].keys.shape
-    zeros = jnp.zeros((pieces, tokens, kv_heads, head_dim), cache[0].keys.dtype)
+    index = jnp.arange(ids.shape[1], dtype=jnp.int32)
 
-    def compute(i, own):
-        positions, visible = transformer.visibility(tokens, context, place[i, 1])
-        x = jnp.take(params["embed"], ids[i], axis=0)
-        kept = []
-        for weights, old, out in zip(params["layers"], cache, own, strict=True):
-            slot = (jnp.swapaxes(y[place[i, 0]], 0, 1) for y in old)
-            past = transformer.KeyValues(*slot)
-            x, new = transformer.layer(config, weights, x, past, positions, visible)
-            kept.append(jax.tree.map(lambda y, z: y.at[i].set(z), out, new))
-        return kept
+    def run(i, cache):
+        slot, positions = place[i, :1], place[i, 1:, None] + index[None]
+        own, _ = _forward(config, params, _take(cache, slot), ids[i, None], positions)
+        return _put(cache, slot, positions, own)
 
-    def write(i, cache):
-        positions = place[i, 1] + jnp.arange(tokens, dtype=jnp.int32)
-        return tuple(
-            _write(old, place[i, 0], positions, [y[i] for y in new])
-            for old, new in zip(cache, own, strict=True)
-        )
-
-    # Two loops: one that read and wrote the cache would copy it in every round.
-    own = [transformer.KeyValues(zeros, zeros) for _ in cache]
-    own = jax.lax.fori_loop(0, count, compute, own)
-    return jax.lax.fori_loop(0, count, write, cache)
+    return jax.lax.fori_loop(0, count, run, cache)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
-def decode(config, steps, params, cache, rows):
-    """Samples `steps` tokens in every slot.
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
+def decode(config, steps, block_rows, params, cache, rows):
+    """Samples up to `steps` tokens in every slot with a turn, a block at a time.
 
     Args:
       config: The model; static.
       steps: Static.
+      block_rows: Rows computed together; static. A row's bits depend on this number,
+        and on no other row.
       params: In the compute dtype.
       cache: Donated.
       rows: One row per slot.
@@ -105,12 +89,43 @@ def decode(config, steps, params, cache, rows):
       The cache, ids int32[slots, steps] and log-probabilities float32[slots, steps].
       Entries after a turn's end are noise.
     """
+    slots = rows.token.shape[0]
+    if block_rows == slots:
+        return _sample(config, steps, params, cache, rows)
+    active = rows.remaining > 0
+    # Turns first. Slots that do not exist fill the last block: read as the last one,
+    # written nowhere.
+    order = jnp.argsort(~active).astype(jnp.int32)
+    order = jnp.append(order, slots + jnp.arange(-slots % block_rows, dtype=jnp.int32))
+    blocks = (jnp.sum(active, dtype=jnp.int32) + block_rows - 1) // block_rows
+
+    def run(i, carry):
+        cache, *sampled = carry
+        slot = jax.lax.dynamic_slice_in_dim(order, i * block_rows, block_rows)
+        row = Rows(*(jnp.take(x, slot, axis=0, mode="clip") for x in rows))
+        row = row._replace(remaining=jnp.where(slot < slots, row.remaining, 0))
+        own, *new = _sample(config, steps, params, _take(cache, slot), row)
+        positions = row.length[:, None] + jnp.arange(steps, dtype=jnp.int32)[None]
+        sampled = [
+            x.at[slot].set(y, mode="drop", unique_indices=True)
+            for x, y in zip(sampled, new, strict=True)
+        ]
+        return _put(cache, slot, positions, own), *sampled
+
+    sampled = (jnp.zeros((slots, steps), dtype) for dtype in (jnp.int32, jnp.float32))
+    return jax.lax.fori_loop(0, blocks, run, (cache, *sampled))
+
+
+def _sample(config, steps, params, cache, rows):
+    """`decode` of rows that lie together; ends when no turn is left."""
     uniform_s = uniforms(rows.seed, rows.length + 1, steps)
 
-    def step(carry, uniform):
-        cache, token, length, remaining = carry
-        cache, logits = _next_logits(config, params, cache, token, length)
-        drawn, logprob = jax.vmap(sampling.draw)(logits, uniform, rows.temperature)
+    def step(carry):
+        i, cache, token, length, remaining, ids, logprobs = carry
+        cache, x = _forward(config, params, cache, token[:, None], length[:, None])
+        hidden = layers.rms_norm(x, params["final_norm"], config.norm_eps)
+        logits = transformer.logits(config, transformer.head_weights(params), hidden)
+        drawn, logprob = jax.vmap(sampling.draw)(logits, uniform_s[i], rows.temperature)
         stopped = jnp.any(drawn[:, None] == rows.stop_ids, axis=1)
         # A row whose turn has ended repeats itself at the position that comes next,
         # which the next segment overwrites.
@@ -118,38 +133,66 @@ def decode(config, steps, params, cache, rows):
         token = jnp.where(active, drawn, token)
         length = length + active.astype(jnp.int32)
         remaining = jnp.where(active & ~stopped, remaining - 1, 0)
-        return (cache, token, length, remaining), (drawn, logprob)
+        ids = ids.at[:, i].set(drawn)
+        logprobs = logprobs.at[:, i].set(logprob.astype(jnp.float32))
+        return i + 1, cache, token, length, remaining, ids, logprobs
 
-    carry = cache, rows.token, rows.length, rows.remaining
-    (cache, *_), (ids, logprobs) = jax.lax.scan(step, carry, uniform_s)
-    return cache, ids.T, logprobs.T.astype(jnp.float32)
+    def unfinished(carry):
+        i, _, _, _, remaining, _, _ = carry
+        return (i < steps) & jnp.any(remaining > 0)
+
+    shape = rows.token.shape[0], steps
+    sampled = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
+    carry = jnp.int32(0), cache, rows.token, rows.length, rows.remaining, *sampled
+    _, cache, _, _, _, *sampled = jax.lax.while_loop(unfinished, step, carry)
+    return cache, *sampled
 
 
-def _next_logits(config, params, cache, token, length):
-    """One token of every slot through the decoder: cache and logits [slots, V]."""
-    slots = jnp.arange(token.shape[0])
-    visible = jnp.arange(cache[0].keys.shape[2])[None] <= length[:, None]
+def _forward(config, params, cache, ids, positions):
+    """Tokens [R, T] of R slots through the layers: their cache, and x [R * T, D]."""
+    rows = jnp.arange(ids.shape[0])
+    visible = jnp.arange(cache[0].keys.shape[2])[None, None] <= positions[:, :, None]
     attend = jax.vmap(layers.attention, in_axes=(0, 0, 0, 0, None))
-    x = jnp.take(params["embed"], token, axis=0)
+    x = jnp.take(params["embed"], ids.reshape(-1), axis=0)
     kept = []
     for weights, old in zip(params["layers"], cache, strict=True):
-        query, *new = transformer.attention_inputs(config, weights, x, length)
-        keys, values = written = _write(old, slots, length, new)
-        mixed = attend(
-            query[:, None], keys, values, visible[:, None], config.matmul_precision
-        )
-        x = transformer.add_layer_outputs(config, weights, x, mixed[:, 0])
+        inputs = transformer.attention_inputs(config, weights, x, positions.reshape(-1))
+        query, *new = (y.reshape(*ids.shape, *y.shape[1:]) for y in inputs)
+        keys, values = written = _write(old, rows, positions, new)
+        mixed = attend(query, keys, values, visible, config.matmul_precision)
+        mixed = mixed.reshape(-1, *mixed.shape[2:])
+        x = transformer.add_layer_outputs(config, weights, x, mixed)
         kept.append(written)
-    hidden = layers.rms_norm(x, params["final_norm"], config.norm_eps)
-    head = transformer.head_weights(params)
-    return tuple(kept), transformer.logits(config, head, hidden)
+    return tuple(kept), x
+
+
+def _take(cache, slot):
+    """Copies what slots [R] hold side by side, once per call and not in every step."""
+
+    def rows(x):
+        return jnp.concatenate([jax.lax.dynamic_slice_in_dim(x, i, 1) for i in slot])
+
+    return jax.tree.map(rows, cache)
+
+
+def _put(cache, slot, position, own):
+    """Writes back what slots [R], side by side in `own`, have at positions [R, T]."""
+    rows = jnp.arange(slot.shape[0])[:, None]
+    return tuple(
+        _write(
+            old, slot, position, [x.at[rows, :, position].get(mode="clip") for x in new]
+        )
+        for old, new in zip(cache, own, strict=True)
+    )
 
 
 def _write(cache, slot, position, new):
-    """Puts keys and values [N, KV, H] at (slot, position); none beyond the context."""
+    """Puts keys and values [R, T, KV, H] at slots [R] and positions [R, T]."""
     return LayerCache(
         *(
-            old.at[slot, :, position].set(part, mode="drop", unique_indices=True)
+            old.at[slot[:, None], :, position].set(
+                part, mode="drop", unique_indices=True
+            )
             for old, part in zip(cache, new, strict=True)
         )
     )

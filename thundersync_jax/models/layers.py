@@ -135,13 +135,18 @@ def attention(
     tokens, heads, head_dim = query.shape
     kv_heads = keys.shape[0]
     dtype = wide(query.dtype)
-    grouped = query.reshape(tokens, kv_heads, heads // kv_heads, head_dim)
-    scores = dot("tkgh,ksh->kgts", grouped, keys, precision, dtype) * head_dim**-0.5
-    lowest = jnp.finfo(dtype).min
-    scores = jnp.where(visible[None, None], scores, lowest)
+    # The queries of a key head on one axis, for products with two such axes are slow on
+    # CPU; a token's together, so that tokens may lie on several devices.
+    share = heads // kv_heads
+    grouped = query.reshape(tokens, kv_heads, share, head_dim)
+    grouped = jnp.swapaxes(grouped, 0, 1).reshape(kv_heads, -1, head_dim)
+    scores = dot("kqh,ksh->kqs", grouped, keys, precision, dtype) * head_dim**-0.5
+    seen = jnp.repeat(visible, share, axis=0)
+    scores = jnp.where(seen[None], scores, jnp.finfo(dtype).min)
     shares = jax.nn.softmax(scores, axis=-1).astype(query.dtype)
-    mixed = dot("kgts,ksh->tkgh", shares, values, precision)
-    return mixed.reshape(tokens, heads, head_dim)
+    mixed = dot("kqs,ksh->kqh", shares, values, precision)
+    mixed = mixed.reshape(kv_heads, tokens, share, head_dim)
+    return jnp.swapaxes(mixed, 0, 1).reshape(tokens, heads, head_dim)
 
 
 def swiglu(
