@@ -112,6 +112,24 @@ def test_every_slot_computes_the_same_bits(slots):
         np.testing.assert_array_equal(other.logprobs, first.logprobs)
 
 
+def test_turns_begin_a_block_at_a_time_and_later_turns_first():
+    """So the first trajectory ends while the last one has not begun."""
+    engine = make_engine(slots=3 * decode.CPU_BLOCK_ROWS)
+    for session in range(3 * decode.CPU_BLOCK_ROWS):
+        engine.submit(turn(session, prompt(session), limit=1))
+    first = [response.session for response in engine.step()]
+    assert first == list(range(decode.CPU_BLOCK_ROWS))
+    engine.submit(turn(0, prompt(0), limit=1))
+    second = {response.session for response in engine.step()}
+    assert 0 in second and len(second) == decode.CPU_BLOCK_ROWS
+    rest = [response.session for response in engine.step()]
+    rest += [response.session for response in engine.step()]
+    assert sorted([*first[1:], *second, *rest]) == list(
+        range(3 * decode.CPU_BLOCK_ROWS)
+    )
+    assert not engine.busy
+
+
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
 def test_sampler_and_trainer_agree_on_logprobs(temperature):
     """huggingface/trl#4159: one side ignored the temperature."""

@@ -2,17 +2,18 @@
 
     python -m thundersync_jax.bench --config=configs/bench_cpu.py
 
-Every step is run live under all three rules, from the same parameters, in turns, so
-that a machine that drifts does so for all; medians are over the steps. The batch rule
-has the direct path, no group sums, and full calls where they are faster. Lognormal
-latencies are scaled beforehand until rollouts take as long as learning. Nothing is
-replayed: the rules sample the same trajectories because keys and parameters are the
-same.
+Every step is run live under all three rules in turns, so that a machine that drifts
+does so for all; medians are over the steps. Each begins with the first policy: its
+update is made and published, and taken back. The batch rule has the direct path, no
+group sums, and full calls where they are faster. Lognormal latencies are scaled
+beforehand until rollouts take as long as learning. Nothing is replayed: the rules
+sample the same trajectories because keys and parameters are the same.
 """
 
 import contextlib
 import dataclasses
 import gc
+import itertools
 import statistics
 import tempfile
 import time
@@ -111,14 +112,13 @@ def bench(
 class _Races:
     """The bench between its start and its last step."""
 
-    def __init__(self, run: Run, display: Display, now: state.State):
+    def __init__(self, run: Run, display: Display, start: state.State):
         self.run = run
         self.display = display
         self.rows = run.config.mesh.rows_per_call
         self.compiles = 0
-        self._now = now
-        self._version = POLICY_VERSION
-        self._update = state.Update(run.optimizer, run.config.optim.clip_norm, now)
+        self._start = start
+        self._update = state.Update(run.optimizer, run.config.optim.clip_norm, start)
         self._idle = calibration.IdleWork()
 
     @contextlib.contextmanager
@@ -136,73 +136,75 @@ class _Races:
 
     def warm_up(self, steps: int) -> None:
         """Compiles everything: a step under every rule that is not measured."""
-        run = self.run
-        compile_all(run, self._now.params, self._version)
-        self._update.compile(self._now)
+        compile_all(self.run, self._start.params, POLICY_VERSION)
+        self._update.compile(self._start)
         for release in RELEASES:
             self._live(steps + 1, release, f"warm-up {release}")
-        self._idle.measure(run, self._now.params, self._version, self.rows)
         # As in training: a full collection stops every thread for 0.3 s.
         gc.freeze()
 
     def calibrate(self, steps: int) -> None:
         """Chooses the rows per call, and the scale of lognormal latencies."""
-        run, params, version = self.run, self._now.params, self._version
-        run.publish(params, version)
+        run, params = self.run, self._start.params
+        run.publish(params, POLICY_VERSION)
+        self._measure_idle()
         numbers = range(1, steps + 1)
-        trajectories = [roll_out(run, step, version)[0] for step in numbers]
-        self.rows, secs = calibration.faster_rows(run, params, trajectories)
-        alone = ", ".join(f"{s:.2f} s with {r} per call" for r, s in secs.items())
-        self.display.line(f"batch learns in {alone}: {self.rows} per call it is")
+        sampled = [roll_out(run, step, POLICY_VERSION)[0] for step in numbers]
+        buckets = calibration.kinds(run, itertools.chain(*sampled))
+        alone, packed = (self._idle.batch_secs(buckets, r) for r in (1, self.rows))
+        if packed > (1 - calibration.LEAST_GAIN) * alone:
+            self.rows = 1
+        secs = [calibration.learner_secs(run, params, t, self.rows) for t in sampled]
+        learner_secs = statistics.median(secs)
+        self.display.line(
+            f"full calls take {packed / alone:.2f} times as long as single ones; with "
+            f"{self.rows} a call the learner takes {learner_secs:.2f} s a step"
+        )
         env = run.config.env
         if "lognormal" in (env.tool_latency.kind, env.verify_latency.kind):
-            wanted = secs[self.rows]
-            for scale, found in calibration.scale_latencies(
-                run, version, numbers, wanted
-            ):
+            tried = calibration.scale_latencies(
+                run, POLICY_VERSION, numbers, learner_secs
+            )
+            for scale, found in tried:
                 self.display.line(f"latencies x {scale:.3f}: rollouts {found:.2f} s")
         self.compiles = 0
 
     def round(self, step: int, steps: int) -> _Round:
         """One step under every rule, whose turn comes earlier with every step."""
-        run, version = self.run, self._version
-        self._idle.measure(run, self._now.params, version, self.rows)
+        self._measure_idle()
         turn = (step - 1) % len(RELEASES)
-        lives, after = {}, {}
-        for release in (*RELEASES[turn:], *RELEASES[:turn]):
-            title = f"step {step}/{steps} {release}"
-            lives[release], after[release] = self._live(step, release, title)
-        self._now, self._version = after["batch"]
+        lives = {
+            release: self._live(step, release, f"step {step}/{steps} {release}")
+            for release in (*RELEASES[turn:], *RELEASES[:turn])
+        }
         times = ", ".join(f"{r} {lives[r].timing.step_secs:.2f} s" for r in RELEASES)
         self.display.line(f"step {step}/{steps}  {times}")
         contention = {r: self._idle.contention(lives[r].step.calls) for r in RELEASES}
         return _Round(lives, contention)
 
-    def _live(self, step: int, release: str, title: str):
-        """One step under one rule; returns it, and the state and version after it."""
-        run, version = self.run, self._version
-        run.publish(self._now.params, version)
-        before = jax.block_until_ready(jax.tree.map(jnp.copy, self._now))
-        after = []
+    def _measure_idle(self) -> None:
+        self._idle.measure(self.run, self._start.params, POLICY_VERSION, self.rows)
 
-        def boundary(done):
-            now, next_version, _ = conclude(run, self._update, before, done, version)
-            after.extend((now, next_version))
-
+    def _live(self, step: int, release: str, title: str) -> Live:
+        """One step under one rule, to its updated and published parameters."""
+        run, params = self.run, self._start.params
+        run.publish(params, POLICY_VERSION)
+        donated = jax.block_until_ready(jax.tree.map(jnp.copy, self._start))
         members = run.config.rollout.groups_per_step * run.config.rollout.group_size
         with self.display.live(title):
-            found = live(
+            return live(
                 run,
-                self._now.params,
-                version,
+                params,
+                POLICY_VERSION,
                 step,
                 release,
                 rows=self.rows,
-                boundary=boundary,
+                boundary=lambda done: conclude(
+                    run, self._update, donated, done, POLICY_VERSION
+                ),
                 progress=Progress(members, started_secs=time.monotonic()),
                 on_progress=self.display.update,
             )
-        return found, tuple(after)
 
 
 def _result(races: _Races, rounds: list[_Round]) -> dict[str, Any]:

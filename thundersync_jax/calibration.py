@@ -1,8 +1,8 @@
 """What a benchmark has to know before it measures: how fast the learner is alone.
 
-Three measurements on trajectories of the first policy: what a gradient call costs on an
-otherwise idle learner, whether packing calls pays, and by how much lognormal latencies
-must be scaled for rollouts to take as long as learning, where streaming gains most.
+What a gradient call costs on an otherwise idle learner, hence whether packing pays and
+what contention is; and by how much lognormal latencies must be scaled for rollouts to
+take as long as learning, where streaming gains most.
 """
 
 import collections
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from thundersync_jax import comparison
+from thundersync_jax import comparison, signature
 from thundersync_jax.learner_clock import Ran
 from thundersync_jax.run import Run
 from thundersync_jax.step import made_up_calls, roll_out
@@ -24,6 +24,7 @@ TOLERANCE = 0.1  # rollouts and learner agree within it
 _AIM = 0.03  # and calibration stops here
 _PASSES = 5  # over the steps, at most
 _MEMBERS = 4  # calls of a kind in one measurement
+LEAST_GAIN = 0.05  # of full calls, to be used: their last one keeps a step waiting
 
 
 class Shape(NamedTuple):
@@ -72,10 +73,22 @@ class IdleWork:
         alone = sum(self._alone_secs(shape(ran)) for ran in calls)
         return sum(ran.secs for ran in calls) / alone if calls else math.nan
 
+    def batch_secs(self, buckets: Iterable[Any], rows: int) -> float:
+        """What the batch rule would need alone, with so many rows per call."""
+        return sum(
+            math.ceil(count / rows) * self._alone_secs(Shape(rows, bucket, False))
+            for bucket, count in collections.Counter(buckets).items()
+        )
+
     def _alone_secs(self, kind: Shape) -> float:
         # Shared streamed calls are rare, and the same program as direct ones.
         found = self._secs.get(kind) or self._secs[kind._replace(streamed=False)]
         return statistics.median(found)
+
+
+def kinds(run: Run, trajectories: Iterable[Trajectory]) -> list[Any]:
+    """The length bucket of each trajectory, as in `Shape`."""
+    return [signature.shapes(run.sample(one).tree) for one in trajectories]
 
 
 def learner_secs(
@@ -85,21 +98,6 @@ def learner_secs(
     run.clock.take()
     comparison.replay(run, params, comparison.in_order(trajectories), "batch", rows)
     return sum(ran.secs for ran in run.clock.take())
-
-
-def faster_rows(
-    run: Run, params: Tree, steps: Sequence[Sequence[Trajectory]]
-) -> tuple[int, dict[int, float]]:
-    """Whether full calls pay: the rows per call with which batch learns faster.
-
-    Returns:
-      The rows, and by rows the median seconds of learner work over the steps.
-    """
-    secs = {
-        rows: statistics.median(learner_secs(run, params, t, rows) for t in steps)
-        for rows in dict.fromkeys((1, run.config.mesh.rows_per_call))
-    }
-    return min(secs, key=secs.get), secs
 
 
 def scale_latencies(

@@ -151,14 +151,17 @@ class InProcessEngine:
         self._free.append(held.slot)
 
     def step(self) -> list[Response]:
-        """Fills free slots, prefills what is new, decodes at most `steps_per_call`."""
+        """Fills free slots, begins turns, decodes at most `steps_per_call` tokens."""
         while self._queue and self._free:
             session = self._queue.popleft()
             session.slot = self._free.pop()
             self._ready.append(session)
-        if self._ready:
-            self._prefill([self._begin(session) for session in self._ready])
-            self._ready = []
+        # At most a block of turns begins at a time, later turns of a session before
+        # first ones: the first trajectories end early instead of all of them late.
+        self._ready.sort(key=lambda session: session.tokens == 0)
+        turns = self._ready[: self._block_rows]
+        del self._ready[: self._block_rows]
+        self._prefill([self._begin(session) for session in turns])
         if not self._decoding:
             return []
         self._cache, ids, logprobs = generation.decode(

@@ -1,0 +1,55 @@
+"""The release rules on two CPU cores: tool-using agents that mostly wait.
+
+python -m thundersync_jax.bench --config=configs/bench_cpu.py
+"""
+
+from thundersync_jax.config import (
+    Config,
+    EnvConfig,
+    EvaluationConfig,
+    LatencyConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimConfig,
+    RolloutConfig,
+)
+from thundersync_jax.envs.letters import LettersOptions
+
+
+def get_config(variant: str | None = None) -> Config:
+    return Config(
+        steps=5,
+        open_groups=4,
+        model=ModelConfig(
+            layers=4,
+            width=256,
+            mlp_width=768,
+            heads=8,
+            kv_heads=2,
+            head_dim=32,
+        ),
+        optim=OptimConfig(learning_rate=3e-4),
+        rollout=RolloutConfig(
+            groups_per_step=4,
+            group_size=16,
+            slots=24,
+            decode_steps_per_call=4,
+            context_tokens=256,
+            turn_tokens=4,
+            turns=4,
+            stop_ids=(),
+            cut_actions="run",
+            prefill_buckets=(16, 96, 256),
+            gradient_buckets=(128, 192, 256),
+        ),
+        env=EnvConfig(
+            factory="thundersync_jax.envs.letters:make",
+            options=LettersOptions(
+                prompt_tokens=16, calls=(1, 3), observation_tokens=(60, 72)
+            ),
+            tool_latency=LatencyConfig("lognormal", median_secs=0.06, sigma=1.2),
+            verify_latency=LatencyConfig("lognormal", median_secs=0.12, sigma=1.2),
+        ),
+        mesh=MeshConfig(rows_per_call=4),
+        evaluation=EvaluationConfig(questions=4, every_steps=0),
+    )
