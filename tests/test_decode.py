@@ -112,6 +112,57 @@ def test_every_slot_computes_the_same_bits(slots):
         np.testing.assert_array_equal(other.logprobs, first.logprobs)
 
 
+@pytest.mark.parametrize("slots", [5, 19])
+def test_prompt_of_a_group_is_computed_once_and_bits_do_not_tell(slots, monkeypatch):
+    """Slots are used again and again while others copy from them."""
+    computed, prefill = [], generation.prefill
+
+    def counted(*args):
+        starts = args[4][: args[5], 1]
+        computed.append(int(np.sum(starts == 0)))
+        return prefill(*args)
+
+    monkeypatch.setattr(generation, "prefill", counted)
+    prompts = [prompt(10), prompt(11), prompt(12, 14)]
+    groups = {name: prompts[name % 3] for name in range(24)}
+    reference = {}
+    for name, ids in groups.items():
+        reference[name] = group_turns(make_engine(), {name: ids})[name]
+    assert len({tuple(ids) for ids, _ in reference.values()}) == len(groups)
+    rng = np.random.default_rng(slots)
+    crowded = make_engine(slots=slots)
+    for size in (24, 24, 7):
+        computed.clear()
+        chosen = rng.permutation(24)[:size]
+        found = group_turns(crowded, {name: groups[name] for name in chosen.tolist()})
+        assert sum(computed) <= (3 if slots > 7 else size // 2)
+        for name, (ids, logprobs) in found.items():
+            np.testing.assert_array_equal(ids, reference[name][0])
+            np.testing.assert_array_equal(logprobs, reference[name][1])
+    crowded.update(transformer.init(CONFIG, jax.random.key(9)), 1)
+    computed.clear()
+    ids, _ = group_turns(crowded, {0: groups[0]})[0]
+    assert sum(computed) == 1 and not np.array_equal(ids, reference[0][0])
+
+
+def group_turns(engine, prompts):
+    """Two turns each; ids and log-probabilities by name, every session released."""
+    found, ended = {name: ([], []) for name in prompts}, set()
+    for name, ids in prompts.items():
+        engine.submit(turn(name, ids, seed=(name,), limit=2 + name % 4))
+    while engine.busy:
+        for response in engine.step():
+            name = response.session
+            found[name][0].append(response.ids)
+            found[name][1].append(response.logprobs)
+            if name in ended:
+                engine.release(name)
+            else:
+                ended.add(name)
+                engine.submit(turn(name, prompt(name, 3), seed=(name, 1), limit=3))
+    return {name: tuple(map(np.concatenate, both)) for name, both in found.items()}
+
+
 def test_turns_begin_a_block_at_a_time_and_later_turns_first():
     """So the first trajectory ends while the last one has not begun."""
     engine = make_engine(slots=3 * decode.CPU_BLOCK_ROWS)

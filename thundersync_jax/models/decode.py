@@ -3,7 +3,7 @@
 What a turn's ids depend on is its session's ids, the request and the parameters, bit
 for bit on CPU. Three rules make it so: turns are decoded in blocks of one size, over
 one cache length; a prompt or observation is prefilled alone, in pieces that its own
-length chooses; random numbers come from the request's seed and the position. No
+length chooses, or its cache is copied from a slot with the same prompt; random numbers come from the request's seed and the position. No
 thread, no tokenizer, no environment.
 """
 
@@ -100,6 +100,8 @@ class InProcessEngine:
         self._queue: collections.deque[_Session] = collections.deque()  # no slot yet
         self._ready: list[_Session] = []  # slot held, turn not begun
         self._decoding: dict[int, _Session] = {}  # by slot
+        self._prompts: dict[bytes, int] = {}  # which slot's cache begins with these ids
+        self._prompt_of: dict[int, bytes] = {}  # the same by slot
         self.update(params, policy_version)
 
     @property
@@ -121,6 +123,7 @@ class InProcessEngine:
         # A copy in every case: the learner donates its arrays at the step boundary.
         params = jax.device_put(params, self._place, may_alias=False)
         self._params = generation.unstack(self._config, params)
+        self._prompts, self._prompt_of = {}, {}
         self.policy_version = policy_version
 
     def submit(self, request: Request) -> None:
@@ -146,8 +149,8 @@ class InProcessEngine:
         if held in self._ready:
             self._ready.remove(held)
         self._decoding.pop(held.slot, None)
-        for rows in self._rows:
-            rows[held.slot] = 0
+        # The length stays: idle rows are computed too, and must not write into a prompt.
+        self._rows.remaining[held.slot] = 0
         self._free.append(held.slot)
 
     def step(self) -> list[Response]:
@@ -161,7 +164,7 @@ class InProcessEngine:
         self._ready.sort(key=lambda session: session.tokens == 0)
         turns = self._ready[: self._block_rows]
         del self._ready[: self._block_rows]
-        self._prefill([self._begin(session) for session in turns])
+        self._fill([self._begin(session) for session in turns])
         if not self._decoding:
             return []
         self._cache, ids, logprobs = generation.decode(
@@ -228,6 +231,37 @@ class InProcessEngine:
         rows.seed[slot] = _seed_words(request.seed)
         self._decoding[slot] = session
         return slot, start, fresh[:-1]
+
+    def _fill(self, segments: list[tuple[int, int, np.ndarray]]) -> None:
+        """Brings segments into the cache; the prompt of a group is computed once.
+
+        A slot keeps its prompt while it is free, so the source of a copy may be gone.
+        """
+        before, after, computed = [], [], []
+        for slot, start, ids in segments:
+            prompt = ids.tobytes()
+            source = None if start else self._prompts.get(prompt)
+            if source == slot:
+                continue
+            if source is None:
+                computed.append((slot, start, ids))
+            else:
+                fresh = any(source == other for other, *_ in computed)
+                (after if fresh else before).append((source, slot))
+            if not start:
+                self._prompts.pop(self._prompt_of.pop(slot, None), None)
+                if source is None:
+                    self._prompts[prompt], self._prompt_of[slot] = slot, prompt
+        self._copy(before)
+        self._prefill(computed)
+        self._copy(after)
+
+    def _copy(self, pairs: list[tuple[int, int]]) -> None:
+        """Copies the cache of one slot to another, pair after pair."""
+        if pairs:
+            given = np.zeros((len(self._rows.token), 2), np.int32)
+            given[: len(pairs)] = pairs
+            self._cache = generation.copy(self._cache, given, np.int32(len(pairs)))
 
     def _prefill(self, segments: list[tuple[int, int, np.ndarray]]) -> None:
         """Writes segments to the cache in pieces, one call per bucket and round."""

@@ -29,7 +29,10 @@ class LayerCache(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What a decode call needs to know of every slot; rows without a turn are 0."""
+    """What a decode call needs to know of every slot; idle rows have nothing remaining.
+
+    They may be computed all the same, and write behind their length.
+    """
 
     token: np.ndarray  # int32[slots], known but not yet in the cache
     length: np.ndarray  # int32[slots], tokens in the cache
@@ -68,6 +71,20 @@ def prefill(config, params, cache, ids, place, count):
         slot, positions = place[i, :1], place[i, 1:, None] + index[None]
         own, _ = _forward(config, params, _take(cache, slot), ids[i, None], positions)
         return _put(cache, slot, positions, own)
+
+    return jax.lax.fori_loop(0, count, run, cache)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def copy(cache, pairs, count):
+    """Copies slots, one pair after the other: `pairs` int32[slots, 2], source, target.
+
+    `cache` is donated; `count` int32[] pairs are in use.
+    """
+
+    def run(i, cache):
+        source, target = pairs[i]
+        return jax.tree.map(lambda x: x.at[target].set(x[source]), cache)
 
     return jax.lax.fori_loop(0, count, run, cache)
 
