@@ -34,18 +34,18 @@ def get_config(variant: str | None = None) -> Config:
             group_size=16,
             slots=24,
             decode_steps_per_call=4,
-            context_tokens=256,
+            context_tokens=224,
             turn_tokens=4,
-            turns=4,
+            turns=3,
             stop_ids=(),
             cut_actions="run",
-            prefill_buckets=(16, 96, 256),
-            gradient_buckets=(128, 192, 256),
+            prefill_buckets=(32, 48, 128, 224),
+            gradient_buckets=(176, 224),
         ),
         env=EnvConfig(
             factory="thundersync_jax.envs.letters:make",
             options=LettersOptions(
-                prompt_tokens=16, calls=(1, 3), observation_tokens=(60, 72)
+                prompt_tokens=128, calls=(1, 2), observation_tokens=(24, 40)
             ),
             tool_latency=LatencyConfig("lognormal", median_secs=0.06, sigma=1.2),
             verify_latency=LatencyConfig("lognormal", median_secs=0.12, sigma=1.2),

@@ -3,8 +3,8 @@
 What a turn's ids depend on is its session's ids, the request and the parameters, bit
 for bit on CPU. Three rules make it so: turns are decoded in blocks of one size, over
 one cache length; a prompt or observation is prefilled alone, in pieces that its own
-length chooses, or its cache is copied from a slot with the same prompt; random numbers come from the request's seed and the position. No
-thread, no tokenizer, no environment.
+length chooses, or copied from a slot that began with the same prompt; random numbers
+come from the request's seed and the position. No thread, no tokenizer, no environment.
 """
 
 import bisect
