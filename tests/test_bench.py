@@ -9,8 +9,7 @@ import echo_task
 import numpy as np
 import pytest
 
-from thundersync_jax import bench as bench_module
-from thundersync_jax import calibration, train
+from thundersync_jax import calibration, report, train
 from thundersync_jax import live as live_module
 from thundersync_jax.bench import bench
 from thundersync_jax.config import EnvConfig, LatencyConfig
@@ -52,7 +51,7 @@ PER_RELEASE = {
 OVERALL = {
     *("releases", "speedup", "finish_time_icc", "open_groups_max", "group_sum_bytes"),
     *("compiles_after_warmup", "uniform_groups", "latency_scale", "rows_per_call"),
-    "identical_trajectories",
+    *("failed_members", "identical_trajectories"),
 }
 
 
@@ -190,6 +189,18 @@ def test_contention_compares_with_the_same_shapes_alone():
     assert math.isnan(idle.contention([]))
 
 
+@pytest.mark.parametrize(
+    ("count", "secs"), [(8, 6.0), (9, 7.0), (10, 8.0), (11, 9.0), (3, 3.0)]
+)
+def test_work_of_a_batch_is_known_from_its_calls(count, secs):
+    """Full calls of four take 3, single ones 1; three fill a padded call."""
+    idle = calibration.IdleWork()
+    idle.add(ran(0, 0.0, 0.0, 1.0))
+    idle.add(ran(0, 0.0, 0.0, 3.0, rows=4))
+    assert idle.batch_secs(["bucket"] * count, rows=4) == secs
+    assert idle.batch_secs(["bucket"] * count, rows=1) == count
+
+
 @pytest.mark.parametrize("base", [0.0, 0.3, 2.0])
 def test_scale_is_found_for_rollouts_that_grow_with_it(base):
     """R = base + 2.7 scale, to be 3.1 seconds."""
@@ -225,7 +236,7 @@ def test_rules_that_sampled_otherwise_are_not_called_identical(other):
         return live_module.Live(done, None, 0.0, 0.0, 0.0, 0.0, [], [])
 
     same = dict.fromkeys(RELEASES, found([trajectory()]))
-    assert bench_module._identical(bench_module._Round(same, {}))
+    assert report.identical(report.Round(same, {}))
     for release in RELEASES:
         differs = same | {release: found(other)}
-        assert not bench_module._identical(bench_module._Round(differs, {}))
+        assert not report.identical(report.Round(differs, {}))

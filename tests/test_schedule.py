@@ -186,6 +186,34 @@ def test_work_without_baseline_or_drop_needs_no_place():
     assert taken(schedule) == ([("a", 1)], None)
 
 
+@pytest.mark.parametrize(
+    ("pad_last", "rows"),
+    [(True, [4, 4, 4]), (False, [4, 4, 1, 1])],
+)
+def test_last_call_of_a_batch_is_padded_or_its_samples_go_alone(pad_last, rows):
+    schedule = plan("batch", rows_per_call=4, pad_last=pad_last)
+    schedule.open_group("a", 10)
+    for member in range(10):
+        settle(schedule, "a", member, 1.0)
+    schedule.flush()
+    calls = []
+    while (call := schedule.next_call(0)) is not None:
+        calls.append(call)
+    assert [call.rows for call in calls] == rows
+    members = [item.member for call in calls for item in call.items]
+    assert members == list(range(10))
+
+
+def test_three_of_four_are_worth_a_padded_call():
+    schedule = plan("batch", rows_per_call=4, pad_last=False)
+    schedule.open_group("a", 3)
+    for member in range(3):
+        settle(schedule, "a", member, 1.0)
+    schedule.flush()
+    call = schedule.next_call(0)
+    assert (len(call.items), call.rows) == (3, 4)
+
+
 def test_batch_release_does_not_depend_on_arrival():
     """In (group, member) order, one bucket after another, the last call padded."""
     rng = random.Random(4)

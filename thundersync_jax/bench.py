@@ -11,7 +11,6 @@ sample the same trajectories because keys and parameters are the same.
 """
 
 import contextlib
-import dataclasses
 import gc
 import itertools
 import statistics
@@ -23,9 +22,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from thundersync_jax import calibration, pictures, state, tables
+from thundersync_jax import calibration, pictures, report, state
 from thundersync_jax.checkpoint import Checkpoints
 from thundersync_jax.config import Config
 from thundersync_jax.display import Display
@@ -37,23 +35,10 @@ from thundersync_jax.progress import Progress
 from thundersync_jax.run import Factory, Run
 from thundersync_jax.schedule import RELEASES
 from thundersync_jax.step import compile_all, conclude, roll_out
-from thundersync_jax.tables import Column
-from thundersync_jax.timing import group_correlation
-from thundersync_jax.types import Trajectory
 from thundersync_jax.warm_start import POLICY_VERSION, warm_start
 
 Tree = Any
-LARGEST_CONTENTION = 1.15  # beyond it the table says so
-LARGEST_UNIFORM_SHARE = 0.05  # of groups: batch and group release skip them
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
-
-
-@dataclasses.dataclass(frozen=True)
-class _Round:
-    """One step under every rule, and what its calls cost beside an idle learner's."""
-
-    lives: dict[str, Live]
-    contention: dict[str, float]
 
 
 def bench(
@@ -102,8 +87,8 @@ def bench(
             races.warm_up(steps)
             races.calibrate(steps)
             rounds = [races.round(step, steps) for step in range(1, steps + 1)]
-    result = _result(races, rounds)
-    _print(display, result)
+    result = report.figures(rounds, races.facts)
+    report.show(display, result)
     if plot:
         _draw(Path(workdir), rounds, result)
     return result
@@ -169,7 +154,7 @@ class _Races:
                 self.display.line(f"latencies x {scale:.3f}: rollouts {found:.2f} s")
         self.compiles = 0
 
-    def round(self, step: int, steps: int) -> _Round:
+    def round(self, step: int, steps: int) -> report.Round:
         """One step under every rule, whose turn comes earlier with every step."""
         self._measure_idle()
         turn = (step - 1) % len(RELEASES)
@@ -180,7 +165,16 @@ class _Races:
         times = ", ".join(f"{r} {lives[r].timing.step_secs:.2f} s" for r in RELEASES)
         self.display.line(f"step {step}/{steps}  {times}")
         contention = {r: self._idle.contention(lives[r].step.calls) for r in RELEASES}
-        return _Round(lives, contention)
+        return report.Round(lives, contention)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What belongs to the bench as a whole."""
+        return {
+            "compiles_after_warmup": self.compiles,
+            "latency_scale": self.run.latency_scale,
+            "rows_per_call": self.rows,
+        }
 
     def _measure_idle(self) -> None:
         self._idle.measure(self.run, self._start.params, POLICY_VERSION, self.rows)
@@ -207,168 +201,7 @@ class _Races:
             )
 
 
-def _result(races: _Races, rounds: list[_Round]) -> dict[str, Any]:
-    releases = {name: _summary(name, rounds) for name in RELEASES}
-    batch = releases["batch"]["step_secs_median"]
-    reports = [one.step.report for r in rounds for one in r.lives.values()]
-    trajectory = [r.lives["trajectory"].step.report for r in rounds]
-    groups = [r.lives["batch"].step.report for r in rounds]
-    kept = sum(report.kept_groups for report in groups)
-    return {
-        "releases": releases,
-        "speedup": {
-            name: batch / releases[name]["step_secs_median"]
-            for name in ("group", "trajectory")
-        },
-        "finish_time_icc": _median(
-            [_finish_time_icc(r.lives["batch"]) for r in rounds]
-        ),
-        "open_groups_max": max(report.open_groups_max for report in trajectory),
-        "group_sum_bytes": max(report.group_sum_bytes for report in reports),
-        "compiles_after_warmup": races.compiles,
-        "uniform_groups": sum(r.uniform_groups for r in groups) / kept if kept else 0.0,
-        "latency_scale": races.run.latency_scale,
-        "rows_per_call": races.rows,
-        "identical_trajectories": all(map(_identical, rounds)),
-    }
-
-
-def _summary(release: str, rounds: list[_Round]) -> dict[str, Any]:
-    """Medians over the steps."""
-    lives = [r.lives[release] for r in rounds]
-    dispatch = [secs for one in lives for secs in one.dispatch_secs]
-
-    def median(read):
-        return _median([read(one) for one in lives])
-
-    return {
-        "step_secs": [one.timing.step_secs for one in lives],
-        "step_secs_median": median(lambda one: one.timing.step_secs),
-        "rollout_secs": median(lambda one: one.timing.rollout_secs),
-        "learner_secs": median(lambda one: one.timing.learner_secs),
-        "first_release_secs": median(lambda one: one.first_release_secs),
-        "last_work_secs": median(lambda one: one.last_work_secs),
-        "boundary_secs": median(lambda one: one.boundary_secs),
-        "tail_secs": median(lambda one: one.timing.tail_secs),
-        "dispatch_ms_median": 1e3 * _median(dispatch),
-        "predicted_secs": median(lambda one: one.predicted_secs),
-        "measured_over_predicted": median(
-            lambda one: one.timing.step_secs / one.predicted_secs
-        ),
-        "learner_idle_fraction": median(lambda one: one.timing.idle_fraction),
-        "contention": _median([r.contention[release] for r in rounds]),
-        "streamed_share": median(lambda one: one.step.report.streamed_share),
-        "padded_over_real_tokens": median(
-            lambda one: one.step.report.padded_over_real_tokens
-        ),
-    }
-
-
-def _identical(found: _Round) -> bool:
-    """Whether every rule sampled, and was rewarded for, the same."""
-    first, *others = (found.lives[release].step.trajectories for release in RELEASES)
-    return all(
-        len(first) == len(other) and all(map(_same, first, other)) for other in others
-    )
-
-
-def _same(one: Trajectory, other: Trajectory) -> bool:
-    return (
-        one.key == other.key
-        and one.reward == other.reward
-        and np.array_equal(one.ids, other.ids)
-        and np.array_equal(one.loss_mask, other.loss_mask)
-    )
-
-
-def _finish_time_icc(one: Live) -> float:
-    groups: dict[int, list[float]] = {}
-    for (group, _), secs in one.step.rewarded_secs.items():
-        groups.setdefault(group, []).append(secs - one.step.start_secs)
-    return group_correlation(groups.values())
-
-
-def _median(values: list[float]) -> float:
-    """Over the numbers that are there; NaN where there is none."""
-    there = [value for value in values if not np.isnan(value)]
-    return statistics.median(there) if there else float("nan")
-
-
-def _print(display: Display, result: dict[str, Any]) -> None:
-    releases = result["releases"]
-    batch = releases["batch"]
-    speedup = {"batch": 1.0} | result["speedup"]
-    times, costs = [], []
-    for name, found in releases.items():
-        secs = [
-            found[f"{key}_secs"]
-            for key in ("learner", "first_release", "last_work", "boundary", "tail")
-        ]
-        times.append(
-            [
-                name,
-                tables.seconds(found["step_secs_median"]),
-                f"{speedup[name]:.2f}x",
-                tables.seconds(found["rollout_secs"]),
-                f"{found['rollout_secs'] / batch['rollout_secs']:.2f}x",
-                *map(_fine, secs),
-                tables.percent(found["learner_idle_fraction"]),
-            ]
-        )
-        costs.append(
-            [
-                name,
-                tables.seconds(found["predicted_secs"]),
-                tables.number(found["measured_over_predicted"]),
-                tables.number(found["contention"], 2),
-                tables.number(found["dispatch_ms_median"], 1),
-                tables.percent(found["streamed_share"]),
-                tables.number(found["padded_over_real_tokens"], 2),
-            ]
-        )
-    title = f"Medians of {len(batch['step_secs'])} steps"
-    display.table(_TIME_COLUMNS, times, title)
-    display.table(_COST_COLUMNS, costs, "Against the formula, and what streaming costs")
-    for line in _remarks(result):
-        display.line(line)
-
-
-def _fine(secs: float) -> str:
-    return tables.number(secs, 3 if secs < 1 else 2)
-
-
-def _remarks(result: dict[str, Any]) -> Iterator[str]:
-    releases = result["releases"]
-    batch = releases["batch"]
-    pairs = zip(batch["step_secs"], releases["trajectory"]["step_secs"], strict=True)
-    ratios = [a / b for a, b in pairs]
-    mib = result["group_sum_bytes"] / 2**20
-    yield f"trajectory over batch, by step: {min(ratios):.2f}x to {max(ratios):.2f}x"
-    yield (
-        f"latencies x {result['latency_scale']:.3f}; {result['rows_per_call']} rows a "
-        f"call; at most {result['open_groups_max']} open groups, {mib:.1f} MiB of sums"
-    )
-    yield (
-        f"finish times within a group correlate by {result['finish_time_icc']:.2f}; "
-        f"{result['uniform_groups']:.0%} of groups uniform; "
-        f"{result['compiles_after_warmup']} compilations after the warm-up"
-    )
-    if not result["identical_trajectories"]:
-        yield "NOT COMPARABLE: the rules sampled different trajectories"
-    apart = batch["rollout_secs"] / batch["learner_secs"]
-    if result["latency_scale"] != 1.0 and abs(apart - 1) > calibration.TOLERANCE:
-        yield f"rollouts took {apart:.2f} times the learner's work; meant was 1"
-    if result["uniform_groups"] > LARGEST_UNIFORM_SHARE:
-        yield "many uniform groups, which batch and group release skip in time"
-    for name, found in releases.items():
-        if found["contention"] > LARGEST_CONTENTION:
-            yield (
-                f"{name}: gradient calls took {found['contention']:.2f} times as long "
-                "as on an idle learner; rollouts and learner share what they run on"
-            )
-
-
-def _draw(workdir: Path, rounds: list[_Round], result: dict[str, Any]) -> None:
+def _draw(workdir: Path, rounds: list[report.Round], result: dict[str, Any]) -> None:
     """The step of middle length as a timeline, and all of them as bars."""
     batch = [r.lives["batch"].timing.step_secs for r in rounds]
     middle = rounds[batch.index(statistics.median_low(batch))]
@@ -387,30 +220,6 @@ def _draw(workdir: Path, rounds: list[_Round], result: dict[str, Any]) -> None:
             predicted_secs=found["predicted_secs"],
         )
     pictures.draw_bars(workdir / "bench.png", bars)
-
-
-_TIME_COLUMNS = (
-    Column("release", 10, left=True),
-    Column("step\nsecs", 6),
-    Column("over\nbatch", 6),
-    Column("rollout\nsecs", 7),
-    Column("of\nbatch", 6),
-    Column("learner\nsecs", 7),
-    Column("first\nrelease", 7),
-    Column("last\nwork", 6),
-    Column("\nboundary", 8),
-    Column("\ntail", 6),
-    Column("learner\nidle", 7),
-)
-_COST_COLUMNS = (
-    Column("release", 10, left=True),
-    Column("formula\nsecs", 7),
-    Column("measured\nover it", 8),
-    Column("\ncontention", 10),
-    Column("dispatch\nms", 8),
-    Column("\nstreamed", 8),
-    Column("padded over\nreal tokens", 11),
-)
 
 
 if __name__ == "__main__":

@@ -75,10 +75,14 @@ class IdleWork:
 
     def batch_secs(self, buckets: Iterable[Any], rows: int) -> float:
         """What the batch rule would need alone, with so many rows per call."""
-        return sum(
-            math.ceil(count / rows) * self._alone_secs(Shape(rows, bucket, False))
-            for bucket, count in collections.Counter(buckets).items()
-        )
+        secs = 0.0
+        for bucket, count in collections.Counter(buckets).items():
+            full, left = divmod(count, rows)
+            if 2 * left > rows:  # as the schedule pads
+                full, left = full + 1, 0
+            secs += full * self._alone_secs(Shape(rows, bucket, False))
+            secs += left * self._alone_secs(Shape(1, bucket, False))
+        return secs
 
     def _alone_secs(self, kind: Shape) -> float:
         # Shared streamed calls are rare, and the same program as direct ones.

@@ -44,10 +44,20 @@ class Totals(NamedTuple):
 
 
 class LearnerClock:
-    """Turns `GradientStream`'s `on_call` into records, and spans on a timeline."""
+    """Turns `GradientStream`'s `on_call` into records, and spans on a timeline.
 
-    def __init__(self, on_span: Callable[[Span], None]):
+    Args:
+      on_span: Told of every call that has ended, in a thread of the clock.
+      on_end: Called there as well: the replica can take another call.
+    """
+
+    def __init__(
+        self,
+        on_span: Callable[[Span], None],
+        on_end: Callable[[], None] = lambda: None,
+    ):
         self._on_span = on_span
+        self._on_end = on_end
         self._queues: dict[int, queue.SimpleQueue] = {}
         self._threads: dict[int, threading.Thread] = {}
         self._samples = 0
@@ -109,6 +119,7 @@ class LearnerClock:
             free = ran.end_secs
             self._ran.append(ran)
             self._busy_secs[replica] += ran.secs
+            self._on_end()
             self._on_span(_span(ran))
 
 

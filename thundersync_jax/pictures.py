@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
-from thundersync_jax.errors import ConfigError
 from thundersync_jax.timing import step_timing
 from thundersync_jax.types import Span
 
@@ -388,14 +387,9 @@ def _quiet(axis: "Axes") -> None:
 
 
 def _figure(width: float, height: float) -> "Figure":
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            "pictures need matplotlib, which is not installed; install the extra: "
-            "pip install 'thundersync_jax[plots]'."
-        ) from error
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(width, height), dpi=_DPI, layout="constrained")
     figure.get_layout_engine().set(h_pad=0.08)  # inches
     FigureCanvasAgg(figure)

@@ -84,7 +84,7 @@ class Run:
         )
         self.estimator = objective.estimator(config.loss)
         self.timeline = Timeline()
-        self.clock = LearnerClock(self.timeline.add)
+        self.clock = LearnerClock(self.timeline.add, lambda: self.pool.wake())
         params = self.initial_params()
         self.open_groups = _open_groups(config, params)
         self._introduce(params)
@@ -149,6 +149,7 @@ class Run:
             partial_groups=config.partial_groups,
             policy_version=version,
             rows_per_call=rows or config.mesh.rows_per_call,
+            pad_last=False,  # both programs are compiled beforehand
             on_call=self.clock.on_call,
             on_compile=lambda what: self.on_line(f"compiling {what}"),
         )

@@ -94,6 +94,8 @@ class Schedule:
         samples are final at once.
       rows_per_call: How many samples share a call once that many are waiting whose
         gradients are needed as one sum only.
+      pad_last: Under batch release, whether the last call of a bucket is always padded
+        to that many, or only where samples fill more than half of it.
     """
 
     def __init__(
@@ -104,12 +106,14 @@ class Schedule:
         rewards: bool = True,
         held: bool = True,
         rows_per_call: int = 1,
+        pad_last: bool = True,
     ):
         self._release = release
         self._drop_partial = drop_partial
         self._needs_reward = rewards
         self.held = held
         self._rows = rows_per_call
+        self._pad_last = pad_last
         self._free = list(range(open_groups))[::-1]
         self._groups: dict[Hashable, _Group] = {}
         self._final: list[Item] = []
@@ -212,7 +216,9 @@ class Schedule:
             state.place = self._free.pop()
         state.replicas.add(replica)
         items = self._take(
-            state.pending, lambda x: (state.members[x.member].reward, x.bucket)
+            state.pending,
+            lambda x: (state.members[x.member].reward, x.bucket),
+            self._rows,
         )
         if not state.pending:
             del self._known[name]
@@ -249,21 +255,24 @@ class Schedule:
         return state
 
     def _take_final(self, replica):
-        # Under batch release the last call of a bucket is padded to full size rather
-        # than compiled for another one; a lone streamed trajectory goes alone.
-        padded = self._release == "batch"
-        items = self._take(self._final, lambda item: item.bucket, padded)
-        return Call(replica, items, None, self._rows if padded else len(items))
+        # Under batch release nothing will join the last call of a bucket. A lone
+        # streamed trajectory goes alone.
+        least = self._rows
+        if self._release == "batch":
+            least = 1 if self._pad_last else self._rows // 2 + 1
+        items = self._take(self._final, lambda item: item.bucket, least)
+        padded = len(items) >= least
+        return Call(replica, items, None, self._rows if padded else 1)
 
-    def _take(self, waiting, kind, partly=False):
-        """Removes the first sample, and with it others of its kind if they fill a call.
+    def _take(self, waiting, kind, least):
+        """Removes the first sample, and with it others of its kind if they are enough.
 
-        Where `partly`, as many of them as there are.
+        At most a full call, and with fewer than `least` the first one alone.
         """
         first = kind(waiting[0])
         alike = (i for i, item in enumerate(waiting) if kind(item) == first)
         found = list(itertools.islice(alike, self._rows))
-        if len(found) < self._rows and not partly:
+        if len(found) < least:
             found = found[:1]
         items = tuple(waiting[i] for i in found)
         for i in reversed(found):

@@ -1,7 +1,23 @@
 """One step: rollouts go out, events come in, one gradient comes back.
 
 The learner's side of the loop. It runs in the main thread, reads the pool's events,
-tells the stream, and otherwise waits.
+tells the stream, and otherwise waits: an event wakes it, and so does a gradient call
+that ends. It never waits for a device before `finish`, and reads nothing back.
+
+Between a verdict in the rollout thread and its gradient call on an idle learner lie, in
+microseconds (2 CPU cores, 3M parameters in 13 arrays):
+
+     15  this thread wakes up
+     15  the schedule takes the reward and decides on a call
+     50  numbers that the group's sums are multiplied by
+     70  a look whether the sample lies on the device (with one replica it does)
+     10  the replica's mesh is put in context
+    180  dispatch of the compiled gradient, one handle per parameter array
+
+Done before the verdict, at completion: token weights, padding, checks, and the copy to
+the learner's device, 600 in all. After the gradient: units of the sums (70) and
+dispatch of the fold (130), which waits for nothing. `bench` measures the whole way as
+`dispatch_ms_median`, busy cores included.
 """
 
 import collections
@@ -24,9 +40,8 @@ from thundersync_jax.stream import GradientStream
 from thundersync_jax.types import Span, Trajectory
 
 Tree = Any
-# While work waits for a device, how often to look; otherwise events wake the loop.
-_LOOK_SECS = 0.001
-_WAIT_SECS = 0.25
+_LOOK_SECS = 0.001  # between two looks at a device, where nothing wakes the loop
+_WAIT_SECS = 0.25  # for events, and for calls that end
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,7 +218,7 @@ def rollouts(
     run: Run,
     jobs: Sequence[Job],
     version: int,
-    advance: Callable[[], bool] = lambda: False,
+    advance: Callable[[], Any] = lambda: None,
 ):
     """Starts the jobs and yields the pool's events until every outcome is in.
 
@@ -211,13 +226,13 @@ def rollouts(
       run: Its pool rolls out.
       jobs: All of one step.
       version: Of the parameters that the sampler holds.
-      advance: Called while waiting; says whether it has more to do.
+      advance: Called before every wait, which an event ends or a call that has ended.
     """
     run.pool.start(jobs, version)
     try:
         while run.pool.outstanding:
-            wait = _LOOK_SECS if advance() else _WAIT_SECS
-            event = run.pool.next_event(wait)
+            advance()
+            event = run.pool.next_event(_WAIT_SECS)
             if event is not None:
                 yield event
     except BaseException:

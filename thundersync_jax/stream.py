@@ -22,13 +22,8 @@ from thundersync_jax import accumulator, mesh, refusals, signature
 from thundersync_jax.buckets import Padded
 from thundersync_jax.coefficients import Coefficients
 from thundersync_jax.errors import StreamError
-from thundersync_jax.ledger import (
-    Denominator,
-    Ledger,
-    PartialGroups,
-    Report,
-    SampleRecord,
-)
+from thundersync_jax.ledger import Denominator, Ledger, PartialGroups, Report
+from thundersync_jax.ledger import SampleRecord as Record
 from thundersync_jax.ops.advantages import Estimator
 from thundersync_jax.replica import IN_FLIGHT, Replica, wait_for_any
 from thundersync_jax.schedule import Call, Close, Release, Schedule
@@ -65,6 +60,9 @@ class GradientStream:
       rows_per_call: How many samples share a gradient call where that many wait whose
         gradients are needed as one sum only: final ones, or those of one open group
         with equal rewards.
+      pad_last: Under "batch" release, whether the last call of a bucket is always
+        padded to `rows_per_call`: one program per bucket. Otherwise only where samples
+        fill more than half of it; fewer go alone, in a second program.
       on_call: Called with each `Call` and an array that is ready when it has ended.
       on_compile: Called with one line before a gradient program compiles.
 
@@ -85,6 +83,7 @@ class GradientStream:
         policy_version: int | None = None,
         frozen: Tree = None,
         rows_per_call: int = 1,
+        pad_last: bool = True,
         on_call: Callable[[Call, jax.Array], None] | None = None,
         on_compile: Callable[[str], None] | None = None,
     ):
@@ -114,6 +113,7 @@ class GradientStream:
             rewards=estimator is not None,
             held=held,
             rows_per_call=rows_per_call,
+            pad_last=pad_last,
         )
         self._ledger = Ledger()
         self._structure: Structure | None = None
@@ -168,7 +168,7 @@ class GradientStream:
         item = self._schedule.sample(group, member, bucket)
         if len(self._replicas) == 1:  # else nobody knows yet where it will run
             tree = self._replicas[0].put(tree)
-        self._ledger.samples[item[:3]] = SampleRecord(
+        self._ledger.samples[item[:3]] = Record(
             tree, tokens, padded.real_tokens, padded.padded_tokens
         )
         self._structure = parts

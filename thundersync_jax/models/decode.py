@@ -149,7 +149,7 @@ class InProcessEngine:
         if held in self._ready:
             self._ready.remove(held)
         self._decoding.pop(held.slot, None)
-        # The length stays: idle rows are computed too, and must not write into a prompt.
+        # The length stays: idle rows are computed too and must not write into a prompt.
         self._rows.remaining[held.slot] = 0
         self._free.append(held.slot)
 

@@ -142,7 +142,9 @@ class RolloutPool:
             self._loop.call_soon_threadsafe(self._begin, members)
 
     def next_event(self, timeout_secs: float) -> Event | None:
-        """Returns the next event, None after the timeout or with nothing outstanding.
+        """Returns the next event; None after the timeout, or on `wake`.
+
+        Nothing is waited for where nothing is outstanding.
 
         Raises:
           BaseException: What a thread of the pool died of, with its own traceback.
@@ -155,16 +157,20 @@ class RolloutPool:
             try:
                 event = self._events.get(timeout=min(left, PING_SECS))
             except queue.Empty:
-                event = None
                 with self._original_error():
                     self._watch.look()
-            self._raise_if_dead()
-            if event is not None:
-                self._outstanding -= not isinstance(event, Completed)
+            else:
+                self._raise_if_dead()
+                if event is not None:
+                    self._outstanding -= not isinstance(event, Completed)
                 return event
             if time.monotonic() >= end:
                 return None
         return None
+
+    def wake(self) -> None:
+        """Lets a waiting `next_event` return None; from any thread."""
+        self._events.put(None)
 
     def cancel(self) -> None:
         """Fails what is outstanding as CANCELLED; the events still have to be read."""
