@@ -9,4 +9,4 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 mkdir -p runs/bench_gpu
 export COMMAND=bench CUDA_VISIBLE_DEVICES="${CUDA_VISIBLE_DEVICES:-0}"
 launch/gpu_node.sh --config=configs/bench_gpu.py --workdir=runs/bench_gpu \
-  --steps=3 --plot --json "$@" 2>&1 | tee runs/bench_gpu/bench.log
+  --steps=2 --plot --json "$@" 2>&1 | tee runs/bench_gpu/bench.log

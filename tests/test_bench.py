@@ -92,6 +92,15 @@ def test_no_rule_beats_its_own_formula_and_its_parts_add_up(result):
         assert found["releases"][name]["first_release_secs"] < batch["rollout_secs"]
 
 
+def test_speedup_is_the_median_of_the_single_steps():
+    """One slow step, or a machine that slows down half-way, decides nothing."""
+    releases = {
+        "batch": {"step_secs": [4.0, 8.0, 30.0]},
+        "trajectory": {"step_secs": [2.0, 5.0, 15.0]},
+    }
+    assert report.speedups(releases, "trajectory") == [2.0, 1.6, 2.0]
+
+
 def test_pictures_are_drawn(result):
     _, workdir = result
     for name in ("bench_timeline.png", "bench.png"):

@@ -1,4 +1,4 @@
-"""The in-process sampler: a KV cache, decode slots, and two compiled programs.
+"""The in-process sampler: a KV cache, decode slots, and three compiled programs.
 
 What a turn's ids depend on is its session's ids, the request and the parameters, bit
 for bit on CPU. Three rules make it so: turns are decoded in blocks of one size, over

@@ -1,4 +1,4 @@
-"""The sampler's compiled programs: prefill segments, decode the slots with a turn.
+"""The sampler's compiled programs: prefill segments, copy slots, decode turns.
 
 Pure functions of parameters, cache and small host arrays. Which session sits in which
 slot, and what a turn is, `decode` knows.
