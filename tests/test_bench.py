@@ -174,6 +174,13 @@ def test_a_call_may_begin_when_its_rule_lets_it(release, arrivals):
     assert live_module._arrivals(done, release) == [arrivals]
 
 
+def test_a_shared_call_waits_for_its_last_sample():
+    items = (Item(0, 0, 0, "bucket"), Item(0, 1, 0, "bucket"))
+    shared = Ran(Call(0, items, 0, 2), 13.0, 13.0, 14.0)
+    done = step([shared], {(0, 0): 11.0, (0, 1): 12.0}, last=15.0)
+    assert live_module._arrivals(done, "trajectory") == [12.0]
+
+
 def test_dispatch_counts_only_calls_that_found_their_learner_idle():
     calls = [
         ran(0, 11.002, 11.002, 12.0),
