@@ -13,8 +13,9 @@ from thundersync_jax import calibration, report, train
 from thundersync_jax import live as live_module
 from thundersync_jax.bench import bench
 from thundersync_jax.config import EnvConfig, LatencyConfig
+from thundersync_jax.envs import letters
 from thundersync_jax.envs.letters import LettersOptions
-from thundersync_jax.errors import ConfigError
+from thundersync_jax.errors import ConfigError, StreamError
 from thundersync_jax.learner_clock import Ran
 from thundersync_jax.rollout.events import Failed
 from thundersync_jax.schedule import RELEASES, Call, Item
@@ -99,6 +100,50 @@ def test_speedup_is_the_median_of_the_single_steps():
         "trajectory": {"step_secs": [2.0, 5.0, 15.0]},
     }
     assert report.speedups(releases, "trajectory") == [2.0, 1.6, 2.0]
+
+
+LONG = {"rollout.context_tokens": 48, "rollout.prefill_buckets": (48,)}
+LONG |= {"rollout.gradient_buckets": (48,)}
+
+
+def uniform(env, seed):
+    """Every verdict is 1."""
+    tasks = letters.make(dataclasses.replace(env, options=None), seed)
+    return dataclasses.replace(tasks, environment=Uniform)
+
+
+class Uniform(letters.LettersEnvironment):
+    def __init__(self):
+        super().__init__(LettersOptions())
+
+    async def verify(self):
+        return 1.0
+
+
+def test_a_bench_with_nothing_to_learn_ends_in_one_line(tmp_path):
+    config = replace(CONFIG, {"env": dataclasses.replace(CONFIG.env, options=None)})
+    with pytest.raises(StreamError, match="the learner has nothing to do"):
+        bench(replace(config, LONG), tmp_path, steps=1, environment=uniform)
+
+
+def test_a_scale_that_cannot_help_is_given_up():
+    class Decoding:
+        latency_scale = 1.0
+
+        def publish(self, params, version):
+            self.published = True
+
+    run, rolled = Decoding(), []
+
+    def roll_out(run, step, version):
+        rolled.append(run.latency_scale)
+        return [], 5.0 + run.latency_scale
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibration, "roll_out", roll_out)
+        tried = calibration.scale_latencies(run, None, 0, [1], wanted_secs=1.0)
+    assert run.published
+    assert len(tried) < 5 and run.latency_scale == min(rolled)
 
 
 def test_pictures_are_drawn(result):

@@ -27,17 +27,20 @@ from thundersync_jax import calibration, pictures, report, state
 from thundersync_jax.checkpoint import Checkpoints
 from thundersync_jax.config import Config
 from thundersync_jax.display import Display
-from thundersync_jax.errors import ConfigError
+from thundersync_jax.errors import ConfigError, StreamError
 from thundersync_jax.flags import Flag
 from thundersync_jax.flags import run as run_command
 from thundersync_jax.live import Live, live
 from thundersync_jax.progress import Progress
 from thundersync_jax.run import Factory, Run
 from thundersync_jax.schedule import RELEASES
-from thundersync_jax.step import compile_all, conclude, roll_out
+from thundersync_jax.step import compile_all, conclude
+from thundersync_jax.types import Trajectory
 from thundersync_jax.warm_start import POLICY_VERSION, warm_start
 
 Tree = Any
+_CALIBRATION_STEPS = 5  # at most
+_IDLE_MEASUREMENTS = 2  # before rows per call are chosen
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
@@ -49,7 +52,7 @@ def bench(
     plot: bool = False,
     environment: Factory | None = None,
 ) -> dict[str, Any]:
-    """Measures the release rules live.
+    """Measures the release rules live; a work directory is for pictures only.
 
     Args:
       config: The settings; `config.release` is not looked at.
@@ -64,11 +67,13 @@ def bench(
 
     Raises:
       ConfigError: `steps` < 1, or pictures without a work directory or matplotlib.
+      StreamError: There is nothing to measure.
     """
-    if steps < 1 or (plot and workdir is None):
+    if steps < 1:
+        raise ConfigError(f"--steps is {steps}; expected at least 1.")
+    if plot and workdir is None:
         raise ConfigError(
-            f"--steps is {steps} and --plot {plot} with --workdir {workdir}; expected "
-            "at least 1 step, and a work directory for pictures."
+            "--plot is given without --workdir; expected a work directory for pictures."
         )
     if plot and not pictures.available():
         raise ConfigError(
@@ -131,28 +136,47 @@ class _Races:
     def calibrate(self, steps: int) -> None:
         """Chooses the rows per call, and the scale of lognormal latencies."""
         run, params = self.run, self._start.params
-        run.publish(params, POLICY_VERSION)
-        self._measure_idle()
-        numbers = range(1, steps + 1)
-        sampled = [roll_out(run, step, POLICY_VERSION)[0] for step in numbers]
+        for _ in range(_IDLE_MEASUREMENTS):
+            self._measure_idle()
+        numbers = range(1, min(steps, _CALIBRATION_STEPS) + 1)
+        with self.display.live("calibration"):
+            sampled = [
+                calibration.sample(run, params, POLICY_VERSION, step)[0]
+                for step in numbers
+            ]
+            learner_secs = self._choose_rows(sampled)
+            env = run.config.env
+            if "lognormal" in (env.tool_latency.kind, env.verify_latency.kind):
+                tried = calibration.scale_latencies(
+                    run, params, POLICY_VERSION, numbers, learner_secs
+                )
+                for scale, secs in tried:
+                    self.display.line(f"latencies x {scale:.3f}: rollouts {secs:.2f} s")
+        self.compiles = 0
+
+    def _choose_rows(self, sampled: list[list[Trajectory]]) -> float:
+        """Full calls or single ones; returns the learner's median seconds a step."""
+        run, params = self.run, self._start.params
+        if not all(sampled):
+            raise StreamError("a step has no trajectory with tokens; look at the env")
         buckets = calibration.kinds(run, itertools.chain(*sampled))
         alone, packed = (self._idle.batch_secs(buckets, r) for r in (1, self.rows))
         if packed > (1 - calibration.LEAST_GAIN) * alone:
             self.rows = 1
-        secs = [calibration.learner_secs(run, params, t, self.rows) for t in sampled]
-        learner_secs = statistics.median(secs)
+        learner_secs = statistics.median(
+            calibration.learner_secs(run, params, trajectories, self.rows)
+            for trajectories in sampled
+        )
+        if learner_secs == 0:
+            raise StreamError(
+                "the learner has nothing to do: most steps have only groups that are "
+                "uniform or failed; warm the policy up longer or take another env"
+            )
         self.display.line(
             f"full calls take {packed / alone:.2f} times as long as single ones; with "
             f"{self.rows} a call the learner takes {learner_secs:.2f} s a step"
         )
-        env = run.config.env
-        if "lognormal" in (env.tool_latency.kind, env.verify_latency.kind):
-            tried = calibration.scale_latencies(
-                run, POLICY_VERSION, numbers, learner_secs
-            )
-            for scale, found in tried:
-                self.display.line(f"latencies x {scale:.3f}: rollouts {found:.2f} s")
-        self.compiles = 0
+        return learner_secs
 
     def round(self, step: int, steps: int) -> report.Round:
         """One step under every rule, whose turn comes earlier with every step."""

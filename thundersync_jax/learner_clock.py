@@ -63,6 +63,7 @@ class LearnerClock:
         self._samples = 0
         self._busy_secs: dict[int, float] = {}
         self._ran: list[Ran] = []
+        self._error: BaseException | None = None
 
     @property
     def totals(self) -> Totals:
@@ -96,7 +97,9 @@ class LearnerClock:
             calls.put(seen)
             while not seen.wait(_LIVENESS_SECS):
                 if not self._threads[replica].is_alive():
-                    raise RuntimeError(f"the clock of replica {replica} has stopped")
+                    raise RuntimeError(
+                        f"the clock of replica {replica} has stopped"
+                    ) from self._error
         ran, self._ran = self._ran, []
         return sorted(ran, key=lambda one: one.end_secs)
 
@@ -108,6 +111,13 @@ class LearnerClock:
             thread.join(timeout=2.0)
 
     def _watch(self, replica: int) -> None:
+        try:
+            self._time_calls(replica)
+        except BaseException as error:
+            self._error = error
+            self._on_end()
+
+    def _time_calls(self, replica: int) -> None:
         free = 0.0
         while (entry := self._queues[replica].get()) is not None:
             if isinstance(entry, threading.Event):

@@ -43,7 +43,7 @@ class Report:
       group_sum_bytes: Bytes per device of the group sums that were needed.
       gradient_norm: L2 norm of the gradient, before any clipping.
       padded_over_real_tokens: Computed tokens, empty rows included, over real ones;
-        1 where the caller pads nothing.
+        1 where the caller pads nothing, NaN where nothing was computed.
       streamed_share: Share of the computed samples with an advantage other than 0 that
         went through group sums; NaN where there is none.
       loss: The loss this is the gradient of.
@@ -211,7 +211,7 @@ class Ledger:
             skipped=self.counts["skipped"],
             calls=len(self.calls),
             padded_over_real_tokens=self.counts["computed"]
-            / (self.counts["real"] or 1),
+            / (self.counts["real"] or math.nan),
             streamed_share=carrying[True] / (carrying.total() or math.nan),
             loss=float(numerator / denominator),
             metrics=dict(zip((*sums, *maxima), (*totals, *largest), strict=True)),

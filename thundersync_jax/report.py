@@ -22,6 +22,8 @@ from thundersync_jax.types import Trajectory
 LARGEST_CONTENTION = 1.15  # beyond it the table says so
 LARGEST_UNIFORM_SHARE = 0.05  # of groups: batch and group release skip them
 
+_NOISE = 0.05  # of learner times within one run
+
 _TIME_COLUMNS = (
     Column("release", 10, left=True),
     Column("step\nsecs", 6),
@@ -169,7 +171,7 @@ def show(display: Display, result: Mapping[str, Any]) -> None:
                 tables.seconds(found["step_secs_median"]),
                 f"{speedup[name]:.2f}x",
                 tables.seconds(found["rollout_secs"]),
-                f"{found['rollout_secs'] / batch['rollout_secs']:.2f}x",
+                f"{_ratio(found['rollout_secs'], batch['rollout_secs']):.2f}x",
                 *map(_fine, secs),
                 tables.percent(found["learner_idle_fraction"]),
             ]
@@ -190,6 +192,10 @@ def show(display: Display, result: Mapping[str, Any]) -> None:
     display.table(_COST_COLUMNS, costs, "Against the formula, and what streaming costs")
     for line in _remarks(result):
         display.line(line)
+
+
+def _ratio(one: float, other: float) -> float:
+    return one / other if other else float("nan")
 
 
 def _fine(secs: float) -> str:
@@ -216,9 +222,15 @@ def _remarks(result: Mapping[str, Any]) -> Iterator[str]:
         yield f"{result['failed_members']} trajectories failed, all rules together"
     if not result["identical_trajectories"]:
         yield "NOT COMPARABLE: the rules sampled different trajectories"
-    apart = batch["rollout_secs"] / batch["learner_secs"]
-    if result["latency_scale"] != 1.0 and abs(apart - 1) > calibration.TOLERANCE:
+    apart = _ratio(batch["rollout_secs"], batch["learner_secs"])
+    if result["latency_scale"] != 1.0 and not abs(apart - 1) <= calibration.TOLERANCE:
         yield f"rollouts took {apart:.2f} times the learner's work; meant was 1"
+    least = min(found["learner_secs"] for found in releases.values())
+    if batch["learner_secs"] > (1 + _NOISE) * least:
+        yield (
+            "batch took more learner time than another rule, for the same gradients or "
+            "more: it was disturbed, and speed-ups are too good by as much"
+        )
     if result["uniform_groups"] > LARGEST_UNIFORM_SHARE:
         yield "many uniform groups, which batch and group release skip in time"
     for name, found in releases.items():
