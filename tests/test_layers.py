@@ -14,7 +14,8 @@ PACKAGE = pathlib.Path(thundersync_jax.__file__).parent
 RUN = 5  # whatever is not named below: where everything meets
 LAYERS = {
     # Interfaces that two layers share are data, and belong to the lowest.
-    0: "types config errors flags interrupts checks settings rollout.engine envs.base",
+    0: "types config combinations errors flags interrupts checks settings "
+    "rollout.engine envs.base",
     1: "ops",
     2: "models",
     3: "mesh buckets signature surrogate accumulator replica state",
@@ -137,14 +138,15 @@ assert (gradient["w"] == 1.0).all() and abs(float(norm) - 6**0.5) < 1e-6
 """,
     "schedule": """
 import schedule
-plan = schedule.Schedule("trajectory", open_groups=1, drop_partial=True)
+plan = schedule.Schedule(schedule.Rules("trajectory", places=1))
 plan.open_group("a", 2)
 plan.sample("a", 0, bucket=8)
 plan.complete("a", 0)
 assert plan.reward("a", 0, 1.0) is None
 call = plan.next_call(replica=0)
 assert (call.items[0].member, call.place, plan.ready) == (0, 0, False)
-assert plan.fail("a", 1) == schedule.Close("a", kept=False, place=0, replicas=(0,))
+assert plan.fail("a", 1) == schedule.Close("a", "dropped")
+assert plan.folds() == [schedule.Fold("a", 0, None, (0,), kept=False)]
 """,
     "ops": """
 import importlib, pathlib, numpy as np

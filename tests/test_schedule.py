@@ -1,15 +1,14 @@
 """Decisions of the scheduler, as plain data: what runs next, where, and what closes."""
 
-import collections
 import random
 
 import pytest
 
-from thundersync_jax.schedule import RELEASES, Close, Schedule
+from thundersync_jax.schedule import BATCH, Close, Fold, Rules, Schedule
 
 
-def plan(release="trajectory", open_groups=2, **settings):
-    return Schedule(release, open_groups, **{"drop_partial": True} | settings)
+def plan(release="trajectory", places=2, **settings):
+    return Schedule(Rules(release, places, **settings))
 
 
 def settle(schedule, group, member, reward=0.0, bucket=8, samples=1):
@@ -22,6 +21,7 @@ def settle(schedule, group, member, reward=0.0, bucket=8, samples=1):
 
 def taken(schedule, replica=0):
     """The (group, member) pairs of the next call, and its place."""
+    schedule.folds()
     call = schedule.next_call(replica)
     return call and ([(item.group, item.member) for item in call.items], call.place)
 
@@ -40,7 +40,7 @@ def test_final_work_comes_before_any_other():
     settle(schedule, "open", 0, 1.0)
     settle(schedule, "open", 1, 0.0)
     settle(schedule, "whole", 0, 1.0)
-    assert settle(schedule, "whole", 1, 0.0) == Close("whole", True, None, ())
+    assert settle(schedule, "whole", 1, 0.0) == Close("whole", "kept")
     assert taken(schedule) == ([("whole", 0)], None)
     assert taken(schedule) == ([("whole", 1)], None)
     assert taken(schedule) == ([("open", 0)], 0)
@@ -62,7 +62,7 @@ def test_group_that_holds_sums_comes_before_one_with_more_ready():
 
 
 def test_group_with_most_ready_members_is_opened_first():
-    schedule = plan(open_groups=1)
+    schedule = plan(places=1)
     for name, ready in (("two", 2), ("four", 4), ("three", 3)):
         schedule.open_group(name, 9)
         for member in range(ready):
@@ -95,7 +95,7 @@ def test_group_that_looks_uniform_comes_last_even_where_it_holds_sums():
 
 
 def test_no_more_groups_hold_sums_than_there_are_places():
-    schedule = plan(open_groups=2)
+    schedule = plan(places=2)
     for name in "abc":
         schedule.open_group(name, 3)
         settle(schedule, name, 0, 1.0)
@@ -107,29 +107,34 @@ def test_no_more_groups_hold_sums_than_there_are_places():
 
 @pytest.mark.parametrize("how", ["complete", "dropped"])
 def test_place_of_a_closed_group_serves_another(how):
-    schedule = plan(open_groups=1)
+    schedule = plan(places=1)
     for name in "ab":
         schedule.open_group(name, 2)
         settle(schedule, name, 0, 1.0)
     assert taken(schedule) == ([("a", 0)], 0)
     assert schedule.next_call(0) is None
     if how == "complete":
-        assert settle(schedule, "a", 1, 0.0) == Close("a", True, 0, (0,))
+        assert settle(schedule, "a", 1, 0.0) == Close("a", "kept")
+        assert schedule.folds() == [Fold("a", 0, None, (0,), True)]
         assert taken(schedule) == ([("a", 1)], None)
     else:
-        assert schedule.fail("a", 1) == Close("a", False, 0, (0,))
+        assert schedule.fail("a", 1) == Close("a", "dropped")
+        assert schedule.folds() == [Fold("a", 0, None, (0,), False)]
     assert schedule.ready
     assert taken(schedule) == ([("b", 0)], 0)
 
 
-def test_close_names_every_replica_that_holds_sums():
+def test_fold_names_every_replica_that_holds_sums():
     schedule = plan()
     schedule.open_group("a", 5)
     for member in range(4):
         settle(schedule, "a", member, float(member))
     for replica in (2, 0, 2):
         assert taken(schedule, replica)[1] == 0
-    assert settle(schedule, "a", 4, 1.0) == Close("a", True, 0, (0, 2))
+    assert schedule.folds() == []
+    settle(schedule, "a", 4, 1.0)
+    assert schedule.folds() == [Fold("a", 0, None, (0, 2), True)]
+    assert schedule.folds() == []
 
 
 def test_dropped_group_is_never_taken_again():
@@ -138,7 +143,7 @@ def test_dropped_group_is_never_taken_again():
     for member in (0, 1):
         settle(schedule, "a", member, float(member))
     assert taken(schedule)[0] == [("a", 0)]
-    assert schedule.fail("a", 2) == Close("a", False, 0, (0,))
+    assert schedule.fail("a", 2) == Close("a", "dropped")
     assert settle(schedule, "a", 3, 1.0) is None
     assert not schedule.ready
     assert schedule.next_call(0) is None
@@ -152,7 +157,7 @@ def test_group_is_kept_while_anyone_survives(failed):
         schedule.fail("a", member) if member < failed else settle(schedule, "a", member)
         for member in range(2)
     ]
-    assert closes == [None, Close("a", failed < 2, None, ())]
+    assert closes == [None, Close("a", "kept" if failed < 2 else "dropped")]
     assert list(schedule.survivors("a")) == list(range(failed, 2))
     assert drain(schedule) == [("a", m) for m in range(failed, 2)]
 
@@ -179,7 +184,8 @@ def test_release_rule_says_when_work_may_start(
 
 
 def test_work_without_baseline_or_drop_needs_no_place():
-    schedule = plan(open_groups=0, drop_partial=False, rewards=False, held=False)
+    schedule = plan(places=0, drop_partial=False, rewards=False)
+    schedule.weighted = False
     schedule.open_group("a", 2)
     schedule.sample("a", 1, 8)
     assert schedule.complete("a", 1) is None
@@ -307,109 +313,83 @@ def test_outstanding_members_are_those_without_verdict_or_tokens():
     assert schedule.outstanding() == [("a", 1), ("a", 2), ("a", 3)]
 
 
-def events_of(rng, groups):
-    """A random order of what happens to the members of groups of given sizes."""
-    lanes = []
-    for name, size in groups.items():
-        for member in range(size):
-            lane = [("sample",)] * rng.randint(0, 3) + [("complete",)]
-            lane.insert(rng.randint(0, len(lane)), ("reward", rng.choice([0.0, 1.0])))
-            if rng.random() < 0.1:
-                lane[rng.randint(0, len(lane) - 1) :] = [("fail",)]
-            lanes.append([(name, member, *event) for event in lane])
-    while lanes:
-        lane = rng.choice(lanes)
-        yield lane.pop(0)
-        lanes = [lane for lane in lanes if lane]
+def rewarded(schedule, group, rewards):
+    """Settles members with these rewards and takes what can start."""
+    calls = []
+    for member, reward in enumerate(rewards):
+        settle(schedule, group, member, reward)
+        calls += iter(lambda: taken(schedule), None)
+    return calls
 
 
-class Witness:
-    """Tells a schedule random events, takes calls at random, and watches."""
-
-    def __init__(self, rng, release, drop_partial):
-        self.rng = rng
-        self.rows = rng.choice([1, 3])
-        self.open_groups = rng.randint(1, 4)
-        self.schedule = plan(
-            release,
-            self.open_groups,
-            drop_partial=drop_partial,
-            rows_per_call=self.rows,
-        )
-        self.groups = {g: rng.randint(1, 5) for g in range(rng.randint(1, 6))}
-        self.given, self.closed, self.dropped = set(), set(), set()
-        self.taken = collections.Counter()
-        self.holding = {}  # place -> group
-        self.streamed = self.shared = 0
-
-    def step(self):
-        for name, size in self.groups.items():
-            self.schedule.open_group(name, size)
-        for name, member, kind, *rest in events_of(self.rng, self.groups):
-            if kind == "sample":
-                item = self.schedule.sample(name, member, self.rng.choice([8, 16]))
-                self.given.add(item[:3])
-            else:
-                event = getattr(self.schedule, kind)
-                self.note_close(name, event(name, member, *rest))
-            self.work(self.rng.choice([0, 0, 1, 9]))
-        self.schedule.flush()
-        self.work(10_000)
-
-    def note_close(self, name, close):
-        if close is None:
-            return
-        assert close.group == name
-        assert name not in self.closed
-        self.closed.add(name)
-        if not close.kept:
-            self.dropped.add(name)
-        held = self.holding.pop(close.place, None)
-        assert held == (name if close.replicas else None)
-
-    def work(self, limit):
-        for _ in range(limit):
-            was_ready = self.schedule.ready
-            call = self.schedule.next_call(self.rng.randint(0, 2))
-            assert was_ready == (call is not None)
-            if call is None:
-                return
-            assert len({item.bucket for item in call.items}) == 1
-            assert len(call.items) <= call.rows in (1, self.rows)
-            assert call.place is None or len(call.items) == call.rows
-            for item in call.items:
-                assert item.group not in self.dropped
-                assert (call.place is None) == (item.group in self.closed)
-                self.taken[item[:3]] += 1
-            if call.place is not None:
-                self.streamed += 1
-                self.shared += len(call.items) > 1
-                owner = self.holding.setdefault(call.place, call.items[0].group)
-                assert {item.group for item in call.items} == {owner}
-                rewards = self.schedule.survivors(owner)
-                assert len({rewards[item.member] for item in call.items}) == 1
-                assert len(self.holding) <= self.open_groups
+@pytest.mark.parametrize("exact", [True, False])
+def test_third_distinct_reward_waits_until_its_group_is_complete(exact):
+    schedule = plan(most_rewards=2, exact=exact)
+    schedule.open_group("a", 6)
+    calls = rewarded(schedule, "a", (0.0, 2.0, 1.0, 0.0, 3.0))
+    assert [members for members, _ in calls] == [[("a", m)] for m in (0, 1, 3)]
+    assert not schedule.ready
+    settle(schedule, "a", 5, 1.0)
+    late = list(iter(lambda: taken(schedule), None))
+    extra = 2 if exact else None
+    order = (2, 5, 4) if exact else (2, 4, 5)  # reward by reward, or as they are
+    assert late == [([("a", member)], extra) for member in order]
+    assert (schedule.waited, schedule.waited_for_sum) == (2, 2)
 
 
-@pytest.mark.parametrize("release", RELEASES)
-@pytest.mark.parametrize("drop_partial", [True, False])
-def test_every_sample_of_a_kept_group_is_taken_exactly_once(release, drop_partial):
-    """Under random events, with calls at random moments; nothing of a dropped group."""
-    rng = random.Random(f"{release} {drop_partial}")
-    streamed = shared = 0
-    for _ in range(150):
-        seen = Witness(rng, release, drop_partial)
-        seen.step()
-        assert seen.closed == set(seen.groups)
-        assert not seen.schedule.outstanding()
-        kept = {
-            (group, member)
-            for group in seen.closed - seen.dropped
-            for member in seen.schedule.survivors(group)
-        }
-        expected = {key for key in seen.given if key[:2] in kept}
-        assert {key for key in seen.taken if key[0] not in seen.dropped} == expected
-        assert set(seen.taken.values()) <= {1}
-        streamed += seen.streamed
-        shared += seen.shared
-    assert bool(streamed) == bool(shared) == (release == "trajectory")
+def test_exact_sums_of_a_complete_group_go_on_where_they_lie():
+    """Its own two places of rewards first; then one after another in the extra one."""
+    schedule = plan(exact=True, most_rewards=2, places=1)
+    schedule.open_group("a", 5)
+    assert rewarded(schedule, "a", (1.0,)) == [([("a", 0)], 0)]
+    for member, reward in ((1, 1.0), (2, 0.0), (3, 5.0)):
+        settle(schedule, "a", member, reward)
+    settle(schedule, "a", 4, 1.0)
+    done = []
+    while True:
+        done += schedule.folds()
+        if (call := schedule.next_call(0)) is None:
+            break
+        done.append((call.items[0].member, call.place))
+    assert done == [
+        Fold("a", 0, None, (0,), True),
+        (1, 0),
+        (4, 0),
+        Fold("a", 0, 1.0, (0,), True),
+        (2, 1),
+        Fold("a", 1, 0.0, (0,), True),
+        (3, 1),
+        Fold("a", 1, 5.0, (0,), True),
+    ]
+
+
+def test_batch_wide_advantages_share_one_place_until_the_end():
+    schedule = plan(scope="batch", places=1, drop_partial=False)
+    for name in "ab":
+        schedule.open_group(name, 2)
+    assert rewarded(schedule, "a", (1.0, 0.0)) == [([("a", m)], 0) for m in (0, 1)]
+    assert rewarded(schedule, "b", (3.0, 4.0)) == [([("b", m)], 0) for m in (0, 1)]
+    assert schedule.folds() == []
+    schedule.flush()
+    assert schedule.folds() == [Fold(BATCH, 0, None, (0,), True)]
+
+
+def test_batch_wide_sums_take_only_groups_that_are_certain_to_count():
+    schedule = plan(scope="batch", places=1, drop_uniform=True)
+    for name in "ab":
+        schedule.open_group(name, 2)
+    settle(schedule, "a", 0, 1.0)
+    assert not schedule.ready
+    assert settle(schedule, "a", 1, 1.0) == Close("a", "filtered")
+    assert not schedule.ready
+    assert rewarded(schedule, "b", (1.0, 0.0)) == [([("b", m)], 0) for m in (0, 1)]
+
+
+def test_filter_looks_at_raw_rewards():
+    """NVIDIA-NeMo/RL#2431: a length penalty must not save an all-wrong group."""
+    schedule = plan(drop_uniform=True)
+    schedule.open_group("a", 4)
+    for member, shaped in enumerate((0.0, 0.0, -0.5, -0.5)):
+        schedule.complete("a", member)
+        close = schedule.reward("a", member, shaped, 0.0)
+    assert close == Close("a", "filtered")

@@ -118,8 +118,8 @@ def test_any_story_under_any_rule_equals_the_whole_batch(
                 assert taken == sum(map(len, samples))
             assert report.calls <= report.direct + report.streamed + report.discarded
     taken = {"direct", "streamed", "discarded"}
-    if partial == "keep":  # nothing is dropped, so additive gradients need no sums
-        taken -= {"discarded"} | ({"streamed"} if parts == "additive" else set())
+    if partial == "keep":
+        taken -= {"discarded"}
     assert {way for way in WAYS if ways[way]} == taken
 
 

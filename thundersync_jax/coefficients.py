@@ -1,68 +1,49 @@
-"""What gradients and group sums are multiplied by, while rewards still come in.
+"""What gradients are multiplied by, as the rewards of a step come in.
 
-A group advantage is A_i = scale * (r_i - centre) + offset, so over streamed members
-
-    sum A_i s_i = offset * F0 + scale * F1
-    F0 = sum s_i    F1 = sum (r_i - centre) * s_i
-
-with the group's first streamed reward as centre, so that rewards 1000 and 1001 lose no
-digits. Plain float64 numbers of any size, one object per step; what of them fits the
-sums' float32 is the replica's business.
+An advantage follows from the member's own reward and from the rewards of its *unit*:
+its group, all groups that count, or nobody else's (scope). Plain float64 numbers, one
+object per step.
 """
 
 from collections.abc import Hashable, Sequence
 
-import numpy as np
-
 from thundersync_jax.ops.advantages import Estimator
+from thundersync_jax.schedule import BATCH
 
 
 class Coefficients:
-    """Centres of the groups that hold sums.
+    """Tables of advantages by reward, of the units whose rewards are in.
 
     Args:
-      estimator: The group advantage, or None where nothing is weighted.
+      estimator: Makes them, or None where there are no rewards.
     """
 
     def __init__(self, estimator: Estimator | None):
         self._estimator = estimator
-        self._centres: dict[Hashable, float] = {}
+        self.scope = "member" if estimator is None else estimator.scope
+        self._tables: dict[Hashable, dict[float, float]] = {}
 
-    def hold(self, group: Hashable, reward: float | None, additive: bool) -> np.ndarray:
-        """What each sum of an open group takes of each gradient of a call.
+    def unit(self, group: Hashable) -> Hashable:
+        """The name of a group's unit, as in module `schedule`."""
+        return BATCH if self.scope == "batch" else group
 
-        Args:
-          group: The group.
-          reward: The member's, or None where nothing is weighted.
-          additive: Whether additive gradients are held back too.
+    def close(self, unit: Hashable, rewards: Sequence[float]) -> None:
+        """All rewards of a unit are in.
 
-        Returns:
-          float64[S, N] with a column for each part that is held.
+        Raises:
+          ValueError: The estimator does not do what it declares.
         """
-        rows = []
-        if reward is not None:
-            centre = self._centres.setdefault(group, reward)
-            rows += [[1.0, 0.0], [reward - centre, 0.0]]
-        if additive:
-            rows.append([0.0, 1.0])
-        weights = np.array(rows)
-        return weights[:, weights.any(axis=0)]
+        if self.scope != "member":
+            self._tables[unit] = self._estimator.table(rewards)
 
-    def close(
-        self, group: Hashable, rewards: Sequence[float], additive: bool
-    ) -> np.ndarray:
-        """What the sums of a group are multiplied by, float64[S], now that it is whole.
+    def advantage(self, group: Hashable, reward: float | None) -> float:
+        """Of a member with this reward; 0 where there are no rewards."""
+        if reward is None:
+            return 0.0
+        if self.scope == "member":
+            return self._estimator.table([reward])[reward]
+        return self._tables[self.unit(group)][reward]
 
-        Args:
-          group: The group, one that `hold` was called for.
-          rewards: Of its surviving members.
-          additive: As in `hold`.
-        """
-        numbers = []
-        if group in self._centres:
-            centre = self._centres.pop(group)
-            scale, offset = self._estimator.coefficients(rewards, centre)
-            numbers += [offset, scale]
-        if additive:
-            numbers.append(1.0)
-        return np.array(numbers)
+    def table(self, unit: Hashable) -> dict[float, float] | None:
+        """Advantages by reward, None where the unit does not count."""
+        return self._tables.get(unit)

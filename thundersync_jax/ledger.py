@@ -3,13 +3,13 @@
 import collections
 import dataclasses
 import math
-from collections.abc import Hashable
-from typing import Any, Literal
+from collections.abc import Collection, Hashable
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from thundersync_jax.errors import StreamError
-from thundersync_jax.schedule import Call, Item
+from thundersync_jax.schedule import BATCH, Call, Item
 
 Denominator = Literal["none", "groups", "trajectories", "tokens"] | float
 PartialGroups = Literal["drop", "keep", "fail"]
@@ -22,6 +22,7 @@ class Report:
     Attributes:
       kept_groups: Groups that count.
       dropped_groups: Groups that left nothing, because a member failed or all did.
+      filtered_groups: Groups that left nothing, because their raw rewards were equal.
       short_groups: Kept groups with failed members.
       uniform_groups: Kept groups whose rewards are all equal (advantage 0).
       kept_members: Members that count.
@@ -31,27 +32,33 @@ class Report:
       reward_mean: Their mean; NaN where there is none.
       tokens: Tokens of the kept members, as the caller counted them.
       denominator: Z, what the sums were divided by.
-      direct: Samples whose advantage was known when their gradient started.
-      streamed: Samples that went through group sums and count.
-      waited: Samples that were ready before their group and yet went directly: no
-        place for its sums was free, or the learner was busy.
+      direct: The other computed samples that count.
+      streamed: Samples that count whose gradient started while rewards that their
+        advantage depends on, or that decide whether they count, were missing.
+      waited: Samples that were ready before all rewards they depend on were in and
+        yet were not streamed: no place for sums was free, or the learner was busy.
+      waited_for_bucket: Members among them whose reward would have been the third of
+        their group: two sums serve two rewards, unless the estimator is affine and
+        sums are plain.
       skipped: Samples with advantage 0 and nothing additive, which cost no compute.
-      discarded: Samples computed for a group that was dropped later.
+      discarded: Samples computed for a group that was dropped or filtered later.
       calls: Gradient calls.
       compiles: Gradient programs compiled in this step.
-      open_groups_max: The most groups that held sums at a time.
+      open_groups_max: The most groups that held sums at a time, rewards missing.
       group_sum_bytes: Bytes per device of the group sums that were needed.
       gradient_norm: L2 norm of the gradient, before any clipping.
       padded_over_real_tokens: Computed tokens, empty rows included, over real ones;
         1 where the caller pads nothing, NaN where nothing was computed.
       streamed_share: Share of the computed samples with an advantage other than 0 that
-        went through group sums; NaN where there is none.
+        were streamed; NaN where there is none.
       loss: The loss this is the gradient of.
       metrics: The surrogate's metrics over kept members.
+      diagnostics: The surrogate's diagnostics over the computed ones among them.
     """
 
     kept_groups: int
     dropped_groups: int
+    filtered_groups: int
     short_groups: int
     uniform_groups: int
     kept_members: int
@@ -64,6 +71,7 @@ class Report:
     direct: int
     streamed: int
     waited: int
+    waited_for_bucket: int
     skipped: int
     discarded: int
     calls: int
@@ -75,6 +83,7 @@ class Report:
     streamed_share: float
     loss: float
     metrics: dict[str, float]
+    diagnostics: dict[str, float]
 
 
 @dataclasses.dataclass
@@ -87,6 +96,23 @@ class SampleRecord:
     padded_tokens: int
 
 
+class Computed(NamedTuple):
+    """One gradient call.
+
+    Attributes:
+      call: What was computed.
+      streamed: For each item, whether rewards of its unit were missing.
+      linear: The unit whose linear sums it joined, None elsewhere: there a gradient
+        counts with its own advantage alone.
+      evaluated: What the device evaluated beside the gradient.
+    """
+
+    call: Call
+    streamed: tuple[bool, ...]
+    linear: Hashable | None
+    evaluated: Any
+
+
 class Ledger:
     """Collects the facts of a step as they happen."""
 
@@ -94,15 +120,16 @@ class Ledger:
         self.samples: dict[tuple[Hashable, int, int], SampleRecord] = {}
         self.advantages: dict[Hashable, dict[int, float]] = {}  # of kept, closed groups
         self.uniform: set[Hashable] = set()
-        self.dropped: set[Hashable] = set()
+        self.lost: dict[Hashable, str] = {}  # dropped or filtered, in order of closing
         self.failures: dict[tuple[Hashable, int], str] = {}
         self.rewards: dict[tuple[Hashable, int], float] = {}
-        self.calls: list[tuple[Call, Any]] = []  # with what the device evaluated
+        self.calls: list[Computed] = []
         self.counts: collections.Counter[str] = collections.Counter()
 
-    def record_call(self, call: Call, evaluated: Any) -> None:
+    def record_call(self, computed: Computed) -> None:
         """A gradient call has been started; its samples' arrays are let go."""
-        self.calls.append((call, evaluated))
+        self.calls.append(computed)
+        call = computed.call
         records = [self.samples[item[:3]] for item in call.items]
         padding = (call.rows - len(records)) * records[0].padded_tokens
         self.counts["computed"] += sum(r.padded_tokens for r in records) + padding
@@ -126,33 +153,40 @@ class Ledger:
         }[kind]
         return float(count or 1)
 
-    def check_finite(self, values: list[Any], norm: float, additive: bool) -> None:
-        """Looks for numbers that would ruin the parameters.
+    def check_finite(self, values: list[Any], additive: bool) -> None:
+        """Looks for gradients that would ruin the parameters.
 
         Args:
           values: What the device evaluated, fetched, one per call.
-          norm: Of the whole gradient.
           additive: Whether every sample has an additive part.
 
         Raises:
-          StreamError: There are some; names the trajectories where they are at fault.
+          StreamError: There are some; names their trajectories.
         """
         bad = []
-        for (call, _), evaluated in zip(self.calls, values, strict=True):
-            if bool(evaluated.finite) or not (additive or self._weighs(call)):
+        for computed, evaluated in zip(self.calls, values, strict=True):
+            if bool(evaluated.finite) or not (additive or self._weighs(computed)):
                 continue
+            items = computed.call.items
             rows = [
                 item
-                for item, row in zip(call.items, evaluated.values, strict=False)
+                for item, row in zip(items, evaluated.values, strict=False)
                 if not np.all(np.isfinite(row[:2]))
             ]
-            bad += [item for item in rows or call.items if self.kept(item)]
+            bad += [item for item in rows or items if self.kept(item)]
         if bad:
             names = ", ".join(f"{x.group!r}/{x.member}" for x in bad[:8])
             raise StreamError(
                 f"the gradient of group/member {names} is not finite; look at its "
                 "tokens, weights and reward, nothing was updated"
             )
+
+    def check_norm(self, norm: float) -> None:
+        """Looks whether the sum of finite gradients is finite.
+
+        Raises:
+          StreamError: It is not.
+        """
         if not np.isfinite(norm):
             raise StreamError(
                 f"the gradient's norm is {norm} though each trajectory's gradient is "
@@ -160,49 +194,51 @@ class Ledger:
             )
 
     def report(
-        self, values: list[Any], denominator: float, metrics: tuple, **rest: Any
+        self, values: list[Any], denominator: float, columns: tuple, **rest: Any
     ) -> Report:
-        """Adds everything up.
+        """Adds everything up, exactly: calls come in any order.
 
         Args:
           values: As in `check_finite`.
           denominator: Z.
-          metrics: Names of the summed metrics and of the maxima.
+          columns: As of `Structure`.
           **rest: The fields of `Report` that only the stream knows.
         """
-        sums, maxima = metrics
-        numerator, rows = 0.0, []
+        losses, rows = [], []
         how = collections.Counter()
         carrying = collections.Counter()
-        for (call, _), evaluated in zip(self.calls, values, strict=True):
-            for item, row in zip(call.items, evaluated.values, strict=False):
+        for computed, evaluated in zip(self.calls, values, strict=True):
+            found = computed.call.items, computed.streamed, evaluated.values
+            for item, streamed, row in zip(*found, strict=False):
                 if not self.kept(item):
                     how["discarded"] += 1
                     continue
-                how["direct" if call.place is None else "streamed"] += 1
+                how["streamed" if streamed else "direct"] += 1
                 row = np.asarray(row, np.float64)
                 advantage = self.advantages[item.group][item.member]
-                carrying[call.place is not None] += advantage != 0
+                carrying[streamed] += advantage != 0
                 # A sample of advantage 0 counts for nothing, whatever its value.
-                numerator += (advantage * row[0] if advantage else 0.0) + row[1]
+                losses += [advantage * row[0] if advantage else 0.0, row[1]]
                 rows.append(row[2:])
-        columns = np.array(rows).reshape(len(rows), len(sums) + len(maxima)).T
-        totals = [float(np.sum(c)) for c in columns[: len(sums)]]
-        largest = [float(np.max(c, initial=-np.inf)) for c in columns[len(sums) :]]
+        extras: tuple[dict[str, float], ...] = {}, {}
+        for index, (name, largest, diagnostic) in enumerate(columns):
+            column = [row[index] for row in rows]
+            # numpy's maximum keeps a NaN, Python's may lose it.
+            total = np.max(column, initial=-np.inf) if largest else _sum(column)
+            extras[diagnostic][name] = float(total)
         failed = {group for group, _ in self.failures}
         reasons = collections.Counter(self.failures.values())
         return Report(
             kept_groups=len(self.advantages),
-            dropped_groups=len(self.dropped),
+            dropped_groups=sum(v == "dropped" for v in self.lost.values()),
+            filtered_groups=sum(v == "filtered" for v in self.lost.values()),
             short_groups=len(failed & self.advantages.keys()),
             uniform_groups=len(self.uniform),
             kept_members=sum(map(len, self.advantages.values())),
             failed_members=len(self.failures),
             invalid_rewards=reasons["invalid_reward"],
             rewards=len(self.rewards),
-            # The exact sum: rewards come in any order.
-            reward_mean=math.fsum(self.rewards.values())
-            / (len(self.rewards) or math.nan),
+            reward_mean=_sum(self.rewards.values()) / (len(self.rewards) or math.nan),
             tokens=self._tokens(),
             denominator=denominator,
             direct=how["direct"],
@@ -213,23 +249,25 @@ class Ledger:
             padded_over_real_tokens=self.counts["computed"]
             / (self.counts["real"] or math.nan),
             streamed_share=carrying[True] / (carrying.total() or math.nan),
-            loss=float(numerator / denominator),
-            metrics=dict(zip((*sums, *maxima), (*totals, *largest), strict=True)),
+            loss=_sum(losses) / denominator,
+            metrics=extras[False],
+            diagnostics=extras[True],
             **rest,
         )
 
-    def _weighs(self, call: Call) -> bool:
+    def _weighs(self, computed: Computed) -> bool:
         """Whether any advantage that the call was summed for is not 0.
 
-        On the direct path those of its samples; in the sums of a group those of the
-        whole group, for its sums are added or left out together.
+        Those of its samples; in linear sums those of all their groups, for these are
+        added or left out together.
         """
-        groups = [self.advantages.get(item.group, {}) for item in call.items]
-        if call.place is not None:
-            return any(groups[0].values())
+        if computed.linear is not None:
+            one = self.advantages.get(computed.linear, {})
+            groups = self.advantages.values() if computed.linear == BATCH else [one]
+            return any(any(group.values()) for group in groups)
         return any(
-            group.get(item.member)
-            for group, item in zip(groups, call.items, strict=True)
+            self.advantages.get(item.group, {}).get(item.member)
+            for item in computed.call.items
         )
 
     def _tokens(self) -> int:
@@ -238,3 +276,11 @@ class Ledger:
             for (group, member, _), record in self.samples.items()
             if member in self.advantages.get(group, ())
         )
+
+
+def _sum(values: Collection[float]) -> float:
+    """Correctly rounded, whatever the order; NaN where infinities cancel."""
+    try:
+        return math.fsum(values)
+    except (OverflowError, ValueError):
+        return float(np.sum(list(values)))

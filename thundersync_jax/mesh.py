@@ -20,8 +20,6 @@ from jax.sharding import (
     SingleDeviceSharding,
 )
 
-from thundersync_jax import accumulator
-
 Tree = Any
 AXES = ("replica", "fsdp", "tensor")
 
@@ -132,28 +130,31 @@ def whole_sharding(parameter: jax.Array) -> Sharding:
     return sharding
 
 
-def join(trees: Sequence[Tree], like: Tree) -> Tree:
-    """Joins one tree per replica into arrays on the mesh of `like`.
+def join(trees: Sequence[Tree], params: Tree) -> Tree:
+    """Joins one tree per replica into arrays on the mesh of the parameters.
 
     Args:
-      trees: Per replica, arrays [1, *param] laid out like the views of `split(like)`.
-      like: The tree that was split.
+      trees: Per replica, arrays [1, ...] on the mesh of its view in `split(params)`.
+      params: The parameters that were split.
 
     Returns:
-      Arrays [R, *param].
+      Arrays [R, ...].
     """
+    mesh = _mesh(jax.tree.leaves(params)[0].sharding)
+    if mesh is None:
+        return trees[0]
 
-    def stack(x, *leaves):
-        mesh = _mesh(x.sharding)
-        if mesh is None:
-            return leaves[0]
-        sharding = accumulator.lead_sharding(x.sharding, "replica")
+    def stack(*leaves):
+        x = leaves[0]
+        split = isinstance(x.sharding, NamedSharding)
+        spec = PartitionSpec("replica", *(x.sharding.spec[1:] if split else ()))
+        kind = x.sharding.memory_kind
+        sharding = NamedSharding(mesh, spec, memory_kind=kind)
         shards = [s.data for leaf in leaves for s in leaf.addressable_shards]
-        return jax.make_array_from_single_device_arrays(
-            (len(leaves), *x.shape), sharding, shards
-        )
+        shape = len(leaves), *x.shape[1:]
+        return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
-    return jax.tree.map(stack, like, *trees)
+    return jax.tree.map(stack, *trees)
 
 
 def _views(tree, split_leaf):

@@ -4,19 +4,31 @@ import math
 import numbers
 import operator
 from collections.abc import Hashable
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from thundersync_jax.ledger import PartialGroups
 from thundersync_jax.ops.advantages import Estimator
 from thundersync_jax.schedule import Release
+from thundersync_jax.types import LARGEST_REWARD
+
+UniformGroups = Literal["keep", "drop"]
+Accumulator = Literal["plain", "exact"]
+_CHOICES = {
+    "release": get_args(Release),
+    "partial_groups": get_args(PartialGroups),
+    "uniform_groups": get_args(UniformGroups),
+    "accumulator": get_args(Accumulator),
+}
 
 
-def check_choices(denominator: Any, release: Any, partial_groups: Any) -> None:
-    """Requires known names; a denominator may also be a number above 0."""
-    choices = [
-        ("release", release, get_args(Release)),
-        ("partial_groups", partial_groups, get_args(PartialGroups)),
-    ]
+def check_choices(denominator: Any, **choices: Any) -> None:
+    """Requires known names; a denominator may also be a number above 0.
+
+    Args:
+      denominator: Of a stream.
+      **choices: Its settings `release`, `partial_groups`, `uniform_groups` and
+        `accumulator`.
+    """
     kinds = ("none", "groups", "trajectories", "tokens")
     if isinstance(denominator, bool) or not isinstance(denominator, numbers.Real):
         if not isinstance(denominator, str) or denominator not in kinds:
@@ -26,10 +38,44 @@ def check_choices(denominator: Any, release: Any, partial_groups: Any) -> None:
             )
     elif not (math.isfinite(denominator) and denominator > 0):
         raise ValueError(f"denominator is {denominator!r}; expected a number above 0")
-    for name, value, allowed in choices:
-        if value not in allowed:
-            expected = ", ".join(map(repr, allowed))
+    for name, value in choices.items():
+        if value not in _CHOICES[name]:
+            expected = ", ".join(map(repr, _CHOICES[name]))
             raise ValueError(f"{name} is {value!r}; expected one of {expected}")
+
+
+def check_uniform(uniform_groups: str, estimator: Estimator | None) -> None:
+    """Requires rewards where a filter looks at them."""
+    if uniform_groups == "drop" and estimator is None:
+        raise ValueError(
+            "uniform_groups is 'drop' and estimator is None, which takes no rewards "
+            "that could be equal; use 'keep', or give an estimator"
+        )
+
+
+def places(release: str, scope: str, lossy: bool, open_groups: Any) -> int:
+    """Returns how many groups, or the batch, may hold sums while rewards are missing.
+
+    Args:
+      release: When gradients may start.
+      scope: Whose rewards an advantage depends on.
+      lossy: Whether groups may be dropped or filtered.
+      open_groups: What was asked for.
+
+    Raises:
+      ValueError: Groups need sums and none may hold any.
+    """
+    if scope == "batch":
+        return int(release != "batch")
+    if release != "trajectory" or not (scope == "group" or lossy):
+        return 0
+    check_count(
+        "open_groups",
+        open_groups,
+        "release 'trajectory' sums unfinished groups, give at least 1, or release "
+        "'group' or 'batch'",
+    )
+    return open_groups
 
 
 def check_count(name: str, value: Any, way_out: str) -> None:
@@ -83,6 +129,17 @@ def check_settled(outstanding: list[tuple[Hashable, int]]) -> None:
         )
 
 
+def baseline(group: Hashable, value: Any) -> float:
+    """Returns what is subtracted from a group's rewards as a float."""
+    number = _number(value)
+    if not abs(number) < LARGEST_REWARD:
+        raise ValueError(
+            f"group {group!r} has baseline {value!r:.60}; expected a finite number "
+            f"below {LARGEST_REWARD:g}, in units of the reward"
+        )
+    return number
+
+
 def reward(
     group: Hashable, member: int, value: Any, estimator: Estimator | None
 ) -> float:
@@ -96,11 +153,8 @@ def reward(
             f"group {group!r} member {member} got reward {value!r:.60} and estimator "
             "is None, which has no use for rewards; leave them out or give one"
         )
-    try:
-        number = math.nan if isinstance(value, str) else float(value)
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if not abs(number) < 1e30:  # float32 sums need room above it
+    number = _number(value)
+    if not abs(number) < LARGEST_REWARD:
         raise ValueError(
             f"group {group!r} member {member} got reward {value!r:.60}; expected a "
             "finite number below 1e30. Call fail(..., reason='invalid_reward') for a "
@@ -152,3 +206,11 @@ def check_version(group: Hashable, member: int, version: Any, expected: Any) -> 
             f"and this step is of version {expected}; a step takes trajectories of its "
             "own parameters only"
         )
+
+
+def _number(value: Any) -> float:
+    """As a float; NaN where it is none."""
+    try:
+        return math.nan if isinstance(value, str) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan

@@ -6,28 +6,28 @@ returns the gradient of
     loss(params) = (1 / Z) * [ sum_i A_i * weighted_i + sum_i additive_i ]
 
 over the members that count. The parameters are fixed for the life of a stream, so the
-order of events changes nothing but the rounding of sums. It knows no model, no
-environment and no optimizer, and it starts no thread.
+order of events changes nothing but the rounding of sums, and with exact sums not even
+that. It knows no model, no environment and no optimizer, and it starts no thread.
 """
 
-import contextlib
-import threading
 from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
 import numpy as np
 
-from thundersync_jax import accumulator, mesh, refusals, signature
+from thundersync_jax import refusals, signature
 from thundersync_jax.buckets import Padded
 from thundersync_jax.coefficients import Coefficients
 from thundersync_jax.errors import StreamError
-from thundersync_jax.ledger import Denominator, Ledger, PartialGroups, Report
+from thundersync_jax.learner import Learner
+from thundersync_jax.ledger import Computed, Denominator, Ledger, PartialGroups, Report
 from thundersync_jax.ledger import SampleRecord as Record
+from thundersync_jax.lifetime import Lifetime
 from thundersync_jax.ops.advantages import Estimator
-from thundersync_jax.replica import IN_FLIGHT, Replica, wait_for_any
-from thundersync_jax.schedule import Call, Close, Release, Schedule
-from thundersync_jax.surrogate import Structure, Surrogate, structure, traced
+from thundersync_jax.refusals import Accumulator, UniformGroups
+from thundersync_jax.schedule import BATCH, Call, Close, Release, Rules, Schedule
+from thundersync_jax.surrogate import Surrogate
 
 Tree = Any
 
@@ -50,10 +50,16 @@ class GradientStream:
         number.
       release: When a gradient may start: "batch" once `finish` is called, "group" once
         all rewards of its group are in, "trajectory" once its own reward is in.
-      open_groups: How many incomplete groups may hold sums, each 2 or 3 times the
+      open_groups: How many incomplete groups may hold sums, each up to 3 times the
         parameters' size in float32. Needed under "trajectory" release only.
       partial_groups: What a group with failed members does: "drop" leaves nothing of
         it, "keep" makes its survivors the group, "fail" ends the step with an error.
+      uniform_groups: What a group does whose raw rewards are all equal: "keep" counts
+        it (in Z too), "drop" leaves nothing of it.
+      accumulator: "plain" sums in float32; "exact" sums, three times as large, whose
+        bits depend on no order, release rule or number of open groups. Then every call
+        takes one sample, and of a group that misses rewards those with the first two
+        distinct rewards only.
       policy_version: Of `params`; samples of another one are refused. Where it is None
         the first version seen is the one.
       frozen: Further arrays for the surrogate, such as a reference policy. No gradient.
@@ -80,6 +86,8 @@ class GradientStream:
         release: Release = "trajectory",
         open_groups: int = 4,
         partial_groups: PartialGroups = "drop",
+        uniform_groups: UniformGroups = "keep",
+        accumulator: Accumulator = "plain",
         policy_version: int | None = None,
         frozen: Tree = None,
         rows_per_call: int = 1,
@@ -88,53 +96,56 @@ class GradientStream:
         on_compile: Callable[[str], None] | None = None,
     ):
         refusals.check_functions(surrogate, estimator)
-        refusals.check_choices(denominator, release, partial_groups)
+        refusals.check_choices(
+            denominator,
+            release=release,
+            partial_groups=partial_groups,
+            uniform_groups=uniform_groups,
+            accumulator=accumulator,
+        )
+        refusals.check_uniform(uniform_groups, estimator)
         refusals.check_count("rows_per_call", rows_per_call, "give at least 1")
-        held = estimator is not None or partial_groups == "drop"
-        if release == "trajectory" and held:
-            refusals.check_count(
-                "open_groups",
-                open_groups,
-                "release 'trajectory' sums unfinished groups, give at least 1, or "
-                "release 'group' or 'batch'",
-            )
-        self._surrogate = surrogate
-        self._params = jax.tree.map(signature.parameter, params)
-        self._frozen = jax.tree.map(signature.device_leaf, frozen)
+        self._learner = Learner(surrogate, params, frozen, accumulator, on_compile)
         self._estimator = estimator
+        self._coefficients = Coefficients(estimator)
+        self._scope = self._coefficients.scope
+        self._lossy = "drop" in (partial_groups, uniform_groups)
+        self._exact = accumulator == "exact"
+        any_reward = estimator is not None and estimator.affine and not self._exact
+        self._schedule = Schedule(
+            Rules(
+                release,
+                places=refusals.places(release, self._scope, self._lossy, open_groups),
+                scope=self._scope,
+                rewards=estimator is not None,
+                drop_partial=partial_groups == "drop",
+                drop_uniform=uniform_groups == "drop",
+                most_rewards=None if any_reward or self._scope == "member" else 2,
+                exact=self._exact,
+                rows_per_call=1 if self._exact else rows_per_call,
+                pad_last=pad_last,
+            )
+        )
+        self._ledger = Ledger()
         self._denominator = denominator
         self._partial = partial_groups
         self._version = policy_version
-        self._on_call, self._on_compile = on_call, on_compile
-        self._schedule = Schedule(
-            release,
-            open_groups if release == "trajectory" and held else 0,
-            drop_partial=partial_groups == "drop",
-            rewards=estimator is not None,
-            held=held,
-            rows_per_call=rows_per_call,
-            pad_last=pad_last,
-        )
-        self._ledger = Ledger()
-        self._structure: Structure | None = None
-        self._replicas = [
-            Replica(surrogate, *views)
-            for views in zip(*mesh.split(self._params, self._frozen), strict=True)
-        ]
-        self._coefficients = Coefficients(estimator)
+        self._on_call = on_call
         self._open: set[int] = set()
         self._open_max = 0
-        self._compiles = 0
-        arguments = signature.placed((self._params, self._frozen))
-        self._arguments = signature.number(arguments)
-        self._traced = traced(surrogate)
-        self._thread = threading.get_ident()
-        self._ended: str | None = None
+        self._life = Lifetime()
 
-    def open_group(self, group: Hashable, members: int) -> None:
-        """Announces a group: the `members` trajectories of one prompt."""
-        self._check_thread()
-        self._schedule.open_group(group, members)
+    def open_group(self, group: Hashable, members: int, baseline: float = 0.0) -> None:
+        """Announces a group: the `members` trajectories of one prompt.
+
+        Args:
+          group: Its name.
+          members: How many.
+          baseline: Known beforehand, as one tracked per prompt; subtracted from the
+            group's rewards before the estimator sees them.
+        """
+        self._life.check()
+        self._schedule.open_group(group, members, refusals.baseline(group, baseline))
 
     def sample(
         self,
@@ -157,22 +168,20 @@ class GradientStream:
         Raises:
           ValueError: It cannot be used; nothing has changed.
         """
-        self._check_thread()
+        self._life.check()
         refusals.check_version(group, member, policy_version, self._version)
         needed = self._denominator == "tokens"
         tokens = refusals.tokens(group, member, tokens, needed)
         padded = sample if isinstance(sample, Padded) else Padded(sample, 1, 1)
         tree = jax.tree.map(signature.sample_leaf, padded.tree)
         bucket = signature.shapes(tree)
-        parts = self._examine(tree, bucket)
+        parts = self._learner.examine(tree, bucket, self._estimator)
         item = self._schedule.sample(group, member, bucket)
-        if len(self._replicas) == 1:  # else nobody knows yet where it will run
-            tree = self._replicas[0].put(tree)
         self._ledger.samples[item[:3]] = Record(
-            tree, tokens, padded.real_tokens, padded.padded_tokens
+            self._learner.put(tree), tokens, padded.real_tokens, padded.padded_tokens
         )
-        self._structure = parts
-        self._schedule.held = parts.weighted or self._holds_additive
+        self._learner.structure = parts
+        self._schedule.weighted = parts.weighted
         self._version = policy_version if self._version is None else self._version
 
     def complete(
@@ -190,23 +199,34 @@ class GradientStream:
                 group, member, sample, tokens=tokens, policy_version=policy_version
             )
         else:
-            self._check_thread()
+            self._life.check()
             refusals.check_no_tokens(group, member, tokens)
             refusals.check_version(group, member, policy_version, self._version)
         close = self._schedule.complete(group, member)
         self._version = policy_version if self._version is None else self._version
         self._settle(close)
 
-    def reward(self, group: Hashable, member: int, reward: float) -> None:
+    def reward(
+        self, group: Hashable, member: int, reward: float, raw: float | None = None
+    ) -> None:
         """The verdict on a member is in, before or after `complete`.
+
+        Args:
+          group: As in `open_group`.
+          member: Index from 0.
+          reward: What its advantage follows from.
+          raw: The verdict before penalties and the like, by which `uniform_groups`
+            goes; None where it is the same.
 
         Raises:
           ValueError: It is not a finite number (call `fail` for such a member), or the
             stream has no estimator and takes none.
         """
-        self._check_thread()
+        self._life.check()
         value = refusals.reward(group, member, reward, self._estimator)
-        close = self._schedule.reward(group, member, value)
+        if raw is not None:
+            raw = refusals.reward(group, member, raw, self._estimator)
+        close = self._schedule.reward(group, member, value, raw)
         self._ledger.rewards[group, member] = value
         self._settle(close)
 
@@ -216,12 +236,12 @@ class GradientStream:
         Raises:
           StreamError: `partial_groups` is "fail".
         """
-        self._check_thread()
+        self._life.check()
         close = self._schedule.fail(group, member)
         self._ledger.failures[group, member] = reason
         self._ledger.rewards.pop((group, member), None)
         if self._partial == "fail":
-            self._ended = "ended with a failed member"
+            self._life.ended = "ended with a failed member"
             raise StreamError(
                 f"group {group!r} member {member} failed ({reason}) and partial_groups "
                 "is 'fail'; 'drop' or 'keep' would go on without it"
@@ -230,13 +250,14 @@ class GradientStream:
 
     def advance(self) -> bool:
         """Starts ready work on free replicas. Returns whether any is left waiting."""
-        self._check_thread()
+        self._life.check()
         while True:
-            load, index = min((r.load, i) for i, r in enumerate(self._replicas))
-            if load >= IN_FLIGHT:
-                return self._schedule.ready
-            with self._or_end():
-                call = self._schedule.next_call(index)
+            with self._life.or_end():
+                self._fold()
+                replica = self._learner.free
+                if replica is None:
+                    return self._schedule.ready
+                call = self._schedule.next_call(replica)
                 if call is None:
                     return False
                 self._start(call)
@@ -253,29 +274,31 @@ class GradientStream:
           StreamError: A gradient is not finite; names the trajectories where one of
             them is at fault.
         """
-        self._check_thread()
+        self._life.check()
         refusals.check_settled(self._schedule.outstanding())
-        self._schedule.flush()
+        with self._life.or_end():
+            self._schedule.flush()
+            if self._scope == "batch":
+                self._close_batch()
         while self.advance():
-            wait_for_any(self._replicas)
-        self._ended = "is finished"
-        ledger = self._ledger
+            self._learner.wait()
+        self._life.ended = "is finished"
+        ledger, parts = self._ledger, self._learner.structure
         denominator = ledger.denominator(self._denominator)
-        batches = [replica.batch for replica in self._replicas]
-        self._replicas.clear()  # sums of groups go before the gradient comes
-        sums = mesh.join(batches, self._params)
-        gradient, norm = accumulator.finalize(sums, denominator, self._params)
-        values = jax.device_get([evaluated for _, evaluated in ledger.calls])
-        parts = self._structure
-        ledger.check_finite(values, norm, bool(parts and parts.additive))
+        values = jax.device_get([computed.evaluated for computed in ledger.calls])
+        ledger.check_finite(values, bool(parts and parts.additive))
+        gradient, norm = self._learner.finish(denominator)
+        ledger.check_norm(norm)
         report = ledger.report(
             values,
             denominator,
-            metrics=(parts.sums, parts.maxima) if parts else ((), ()),
+            columns=parts.columns if parts else (),
             waited=self._schedule.waited,
-            compiles=self._compiles,
+            waited_for_bucket=self._schedule.waited_for_sum,
+            compiles=self._learner.compiles,
             open_groups_max=self._open_max,
-            group_sum_bytes=self._group_sum_bytes(),
+            group_sum_bytes=self._open_max
+            * self._learner.unit_bytes(self._scope, self._lossy),
             gradient_norm=float(norm),
         )
         return gradient, report
@@ -289,110 +312,81 @@ class GradientStream:
             for member, advantage in members.items()
         }
 
+    @property
+    def lost_groups(self) -> list[Hashable]:
+        """Groups that do not count, dropped or filtered, in order of closing."""
+        return list(self._ledger.lost)
+
     def _settle(self, close: Close | None) -> None:
         if close is not None:
-            with self._or_end():
+            with self._life.or_end():
                 self._close(close)
         self.advance()
 
     def _close(self, close: Close) -> None:
         group, ledger = close.group, self._ledger
-        self._open.discard(close.place)
-        if not close.kept:
-            ledger.dropped.add(group)
-            for index in close.replicas:
-                self._replicas[index].close(close.place, None)
+        if close.verdict != "kept":
+            ledger.lost[group] = close.verdict
             return
         survivors = self._schedule.survivors(group)
-        rewards = [r for r in survivors.values() if r is not None]
+        rewards = [reward for reward in survivors.values() if reward is not None]
         if len(set(rewards)) == 1:
             ledger.uniform.add(group)
-        advantages = self._estimator.advantages(rewards) if rewards else ()
-        ledger.advantages[group] = dict.fromkeys(survivors, 0.0) | dict(
-            zip(survivors, map(float, advantages), strict=False)
-        )
-        if close.replicas:
-            coefficients = self._coefficients.close(
-                group, rewards, self._holds_additive
-            )
-            for index in close.replicas:
-                self._replicas[index].close(close.place, coefficients)
-        parts = self._structure
+        ledger.advantages[group] = dict.fromkeys(survivors, 0.0)
+        if self._scope != "batch":
+            self._coefficients.close(group, rewards)
+            self._weigh(group, survivors)
+
+    def _close_batch(self) -> None:
+        """All rewards of the step are in, which the advantages of each group need."""
+        groups = {g: self._schedule.survivors(g) for g in self._ledger.advantages}
+        rewards = [r for group in groups.values() for r in group.values()]
+        self._coefficients.close(BATCH, rewards)
+        for group, survivors in groups.items():
+            self._weigh(group, survivors)
+
+    def _weigh(self, group: Hashable, survivors: dict[int, float | None]) -> None:
+        """Advantages of a kept group, now that they are known."""
+        of = self._coefficients.advantage
+        advantages = {member: of(group, r) for member, r in survivors.items()}
+        self._ledger.advantages[group] = advantages
+        parts = self._learner.structure
         if parts and not (parts.additive or parts.sums or parts.maxima):
-            zero = {m for m, a in ledger.advantages[group].items() if a == 0}
-            ledger.counts["skipped"] += self._schedule.discard(group, zero)
+            zero = {m for m, a in advantages.items() if a == 0}
+            self._ledger.counts["skipped"] += self._schedule.discard(group, zero)
+
+    def _fold(self) -> None:
+        for fold in self._schedule.folds():
+            self._open.discard(fold.place)
+            self._learner.fold(fold, self._coefficients.table(fold.unit))
 
     def _start(self, call: Call) -> None:
-        ledger, parts = self._ledger, self._structure
-        replica = self._replicas[call.replica]
+        ledger, first = self._ledger, call.items[0]
         trees = [ledger.samples[item[:3]].tree for item in call.items]
-        split = call.place is not None and parts.weighted and parts.additive
-        self._announce(call, split)
-        if call.place is None:
-            weights = np.zeros((call.rows, 2))
-            for row, item in enumerate(call.items):
-                advantages = ledger.advantages.get(item.group, {})
-                advantage = advantages.get(item.member, 0.0)
-                weights[row] = advantage * parts.weighted, parts.additive
-            trees += trees[:1] * (call.rows - len(trees))
-            evaluated = replica.direct(trees, weights)
-        else:
+        early = tuple(self._schedule.early(item.group) for item in call.items)
+        if early[0] and call.place is not None:
             self._open.add(call.place)
             self._open_max = max(self._open_max, len(self._open))
-            item = call.items[0]
-            reward = ledger.rewards[item[:2]] if parts.weighted else None
-            weights = self._coefficients.hold(item.group, reward, self._holds_additive)
-            add_now = split and not self._holds_additive
-            evaluated = replica.hold(trees, call.place, weights, add_now)
-        ledger.record_call(call, evaluated)
+        unit, linear = self._coefficients.unit(first.group), None
+        if call.place is not None and self._schedule.by_baseline:
+            linear = None if self._exact else unit
+            reward = self._schedule.reward_of(first)
+            certain = not self._lossy or first.group in ledger.advantages
+            evaluated = self._learner.unweighed(call, trees, unit, reward, certain)
+        else:
+            trees += trees[:1] * (call.rows - len(trees))
+            evaluated = self._learner.weighed(call, trees, self._weights(call), unit)
+        ledger.record_call(Computed(call, early, linear, evaluated))
         if self._on_call:
             self._on_call(call, evaluated.finite)
 
-    @property
-    def _holds_additive(self) -> bool:
-        return self._structure.additive and self._partial == "drop"
-
-    def _examine(self, tree, bucket) -> Structure:
-        """Looks at the surrogate's parts once per shape signature."""
-        key, known = (self._arguments, bucket), self._traced.structures
-        if key not in known:
-            known[key] = structure(self._surrogate, self._params, self._frozen, tree)
-        refusals.check_parts(known[key], self._structure, self._estimator)
-        return known[key]
-
-    def _group_sum_bytes(self) -> int:
-        if not self._open_max:
-            return 0
-        channels = 2 * self._structure.weighted + self._holds_additive
-        return channels * self._open_max * accumulator.bytes_per_device(self._params)
-
-    def _announce(self, call: Call, split: bool) -> None:
-        bucket = call.items[0].bucket
-        program = (self._arguments, split, call.rows, call.replica, bucket)
-        if program in self._traced.programs:
-            return
-        self._traced.programs.add(program)
-        self._compiles += 1
-        if self._on_compile:
-            shapes = ", ".join(str(shape) for shape, _ in call.items[0].bucket[1])
-            self._on_compile(f"gradient of {call.rows} x {shapes}")
-
-    @contextlib.contextmanager
-    def _or_end(self):
-        """A decision that is half carried out leaves no step to go on with."""
-        try:
-            yield
-        except BaseException as error:
-            self._ended = f"stopped at {type(error).__name__}"
-            raise
-
-    def _check_thread(self) -> None:
-        if threading.get_ident() != self._thread:
-            raise ValueError(
-                f"called from thread {threading.current_thread().name!r}; the thread "
-                "that made a GradientStream owns it, pass events to it in a queue"
-            )
-        if self._ended:
-            raise ValueError(
-                f"this stream {self._ended}; make a new one for every step"
-            )
+    def _weights(self, call: Call) -> np.ndarray:
+        """float64[rows, 2]: advantage, and 1 where there is something additive."""
+        parts = self._learner.structure
+        weights = np.zeros((call.rows, 2))
+        weights[: len(call.items), 1] = parts.additive
+        if parts.weighted:
+            for row, item in enumerate(call.items):
+                reward = self._schedule.reward_of(item)
+                weights[row, 0] = self._coefficients.advantage(item.group, reward)
+        return weights

@@ -8,6 +8,7 @@ shape signature, so every stream of a run shares them.
 import contextlib
 import dataclasses
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Hashable, MutableMapping
 from typing import Any, NamedTuple
@@ -33,11 +34,14 @@ class Surrogate(NamedTuple):
         bonus, distillation). None where there is none.
       metrics: Flat dict of scalars for the report, summed over samples, or the largest
         where wrapped in `Max`. No gradient flows from them.
+      diagnostics: The same, over the samples whose gradient was computed: no reason to
+        compute one whose advantage is 0, as metrics are.
     """
 
     weighted: jax.Array | None
     additive: jax.Array | None = None
     metrics: dict[str, Any] | None = None
+    diagnostics: dict[str, Any] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -49,12 +53,28 @@ class Max:
 
 
 class Structure(NamedTuple):
-    """Which parts a surrogate function returns."""
+    """Which parts a surrogate function returns; names in order.
+
+    `sums` and `maxima` are of the metrics, the other two of the diagnostics.
+    """
 
     weighted: bool
     additive: bool
-    sums: tuple[str, ...]
-    maxima: tuple[str, ...]
+    sums: tuple[str, ...] = ()
+    maxima: tuple[str, ...] = ()
+    diagnostic_sums: tuple[str, ...] = ()
+    diagnostic_maxima: tuple[str, ...] = ()
+
+    @property
+    def columns(self) -> tuple[tuple[str, bool, bool], ...]:
+        """Name, whether a maximum, whether a diagnostic, of `values` from column 2."""
+        kinds = itertools.product((False, True), (False, True))
+        names = self.sums, self.maxima, self.diagnostic_sums, self.diagnostic_maxima
+        return tuple(
+            (name, largest, diagnostic)
+            for (diagnostic, largest), found in zip(kinds, names, strict=True)
+            for name in found
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +94,7 @@ class Evaluated(NamedTuple):
     """Small numbers of one gradient call, fetched at the step boundary.
 
     Attributes:
-      values: [rows, 2 + metrics]: weighted, additive, summed metrics, maxima.
+      values: [rows, 2 + C]: weighted, additive, and the columns of `Structure`.
       finite: bool[], whether every entry of the gradient is finite.
     """
 
@@ -111,17 +131,18 @@ def structure(
         )
     if out.weighted is None and out.additive is None:
         raise TypeError("the surrogate has neither `weighted` nor `additive`; give one")
-    metrics = out.metrics or {}
-    if not isinstance(metrics, dict):
-        raise TypeError(
-            f"metrics of the surrogate is a {type(metrics).__name__}; expected a flat "
-            "dict of scalars"
-        )
     scalars = {"weighted": out.weighted, "additive": out.additive}
-    scalars |= {
-        f"metrics[{name!r}]": x.value if isinstance(x, Max) else x
-        for name, x in metrics.items()
-    }
+    for kind in ("metrics", "diagnostics"):
+        found = getattr(out, kind) or {}
+        if not isinstance(found, dict):
+            raise TypeError(
+                f"{kind} of the surrogate is a {type(found).__name__}; expected a flat "
+                "dict of scalars"
+            )
+        scalars |= {
+            f"{kind}[{name!r}]": x.value if isinstance(x, Max) else x
+            for name, x in found.items()
+        }
     for name, x in scalars.items():
         if x is not None and (getattr(x, "shape", None) != ()):
             raise TypeError(
@@ -139,13 +160,8 @@ def structure(
                 f"{name} of the surrogate has dtype {x.dtype}; expected a real number, "
                 "as its absolute value"
             )
-    maxima = {name for name, x in metrics.items() if isinstance(x, Max)}
-    return Structure(
-        out.weighted is not None,
-        out.additive is not None,
-        tuple(sorted(metrics.keys() - maxima)),
-        tuple(sorted(maxima)),
-    )
+    names = *_names(out.metrics), *_names(out.diagnostics)
+    return Structure(out.weighted is not None, out.additive is not None, *names)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -208,8 +224,14 @@ def _evaluate(surrogate, params, frozen, sample):
     )
 
 
+def _names(found):
+    """Names of sums and of maxima."""
+    maxima = {name for name, x in (found or {}).items() if isinstance(x, Max)}
+    return tuple(sorted((found or {}).keys() - maxima)), tuple(sorted(maxima))
+
+
 def _rows(surrogate, params, frozen, samples) -> jax.Array:
-    """[rows, 2 + metrics]: the parts of every sample."""
+    """[rows, 2 + C]: the parts of every sample."""
     if len(samples) == 1:
         return _parts(_evaluate(surrogate, params, frozen, samples[0]))[None]
     stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *samples)
@@ -220,13 +242,13 @@ def _rows(surrogate, params, frozen, samples) -> jax.Array:
 
 
 def _parts(out: Surrogate) -> jax.Array:
-    """[2 + metrics]: weighted, additive (0 where None), sums, maxima by name."""
+    """[2 + C]: weighted, additive (0 where None), the columns of `Structure`."""
     zero = jnp.zeros(())
     values = [zero if x is None else x for x in (out.weighted, out.additive)]
-    metrics = out.metrics or {}
-    maxima = sorted(k for k, x in metrics.items() if isinstance(x, Max))
-    values += [metrics[k] for k in sorted(metrics.keys() - set(maxima))]
-    values += [metrics[k].value for k in maxima]
+    for found in (out.metrics, out.diagnostics):
+        sums, maxima = _names(found)
+        values += [found[name] for name in sums]
+        values += [found[name].value for name in maxima]
     dtype = jnp.result_type(jnp.float32, *values)
     return jnp.stack([jnp.asarray(x, dtype) for x in values])
 

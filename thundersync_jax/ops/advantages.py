@@ -1,57 +1,128 @@
-"""Group advantages on the host, in float64: rewards of one group in, numbers out.
+"""Advantages on the host, in float64: all rewards of one scope in, numbers out.
 
-An estimator is one function of a group's rewards that returns a scale and a baseline:
+An estimator is one function of an array of rewards, with two declarations:
 
-    A_i = scale * (r_i - baseline)
+    A_i = phi(r_i; {r_1 ... r_N})
 
-Every advantage of this form is affine in the member's own reward, so the sums of score
-gradients, plain and times the reward, are all that streaming has to keep (module
-`accumulator`). Rewards arrive here as deviations from a centre, which is subtracted
-first, so that rewards 1000 and 1001 lose no digits and equal rewards give exactly zero.
+- its *scope*: the N rewards are those of one group, of all kept groups of a step
+  (batch), or the member's own alone (member);
+- whether it is *affine* in the member's own reward, A_i = scale * r_i + offset with
+  scale and offset of the set of rewards. Then two sums of score gradients serve any
+  number of rewards; otherwise they serve two distinct ones (`line`).
+
+Equal rewards get equal advantages, so that a scope is a `table` with one row for each
+distinct reward. Estimators see the surviving members only, at least one. Those below
+subtract a reward before they take moments, in two passes: rewards 1000 and 1001 lose no
+digits, and, but for a fixed baseline, equal rewards give exactly 0.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, get_args
 
 import numpy as np
+
+Scope = Literal["member", "group", "batch"]
+
+# Advantages that differ by less, relative to the largest, differ by rounding.
+ROUNDING = 1e-9
+
+# What a declaration is tried on: survivors few and alone, ties, three and more distinct
+# rewards, an offset.
+_PROBES = (
+    [0.5],
+    [1.0, 0.0],
+    [1.0, 1.0, 1.0],
+    [0.0, 1.0, 1.0],
+    [2.0, 1.0, 0.0, 0.0],
+    [0.25, -1.0, 3.5, 3.5, 0.75],
+    [1000.0, 1003.0, 1000.5, 1000.5, 1001.0],
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Estimator:
-    """A group advantage, affine in the member's own reward.
+    """One function of rewards, and what it declares about itself.
 
     Attributes:
-      name: Shown in reports and configs.
-      affine: Maps deviations float64[G] (rewards minus any constant) to
-        `(scale, baseline)`, the baseline relative to the same constant. It sees the
-        surviving members only, at least one.
+      name: Shown in reports and errors.
+      function: Rewards float64[N] of one scope, N >= 1, to advantages float64[N]. It
+        may depend on a member's own reward and on the set of all rewards, nothing else.
+      scope: Whose rewards it is given.
+      affine: Whether A_i = scale * r_i + offset. A wrong True would be a wrong
+        gradient and is refused; a wrong False costs only waiting.
+
+    Raises:
+      ValueError: On small lists of rewards the function does not do what is declared.
     """
 
     name: str
-    affine: Callable[[np.ndarray], tuple[float, float]]
+    function: Callable[[np.ndarray], np.ndarray]
+    scope: Scope = "group"
+    affine: bool = False
 
-    def coefficients(
-        self, rewards: Sequence[float], centre: float
-    ) -> tuple[float, float]:
-        """Returns `(scale, offset)` with A_i = scale * (r_i - centre) + offset.
+    def __post_init__(self):
+        if self.scope not in get_args(Scope):
+            raise ValueError(
+                f"estimator {self.name}: scope={self.scope!r} is unknown; choose "
+                f"{', '.join(get_args(Scope))}"
+            )
+        _probe(self)
+
+    def table(self, rewards: Sequence[float]) -> dict[float, float]:
+        """Advantage of each distinct reward of one scope.
 
         Args:
-          rewards: Finite numbers [G], the group's surviving members.
-          centre: What was subtracted from rewards while streaming; one of them.
+          rewards: Finite numbers [N]. They are sorted first, so that the bits of a
+            table depend on the set of rewards and not on their order.
+
+        Raises:
+          ValueError: A reward is not finite; or the function returned another shape,
+            a NaN or an infinity, or unequal advantages for equal rewards.
         """
-        deviations = np.asarray(rewards, np.float64) - centre
-        scale, baseline = self.affine(deviations)
-        return float(scale), float(-scale * baseline)
+        # Adding 0 makes -0 the same number, in bits, as the 0 it equals.
+        ordered = np.sort(np.asarray(rewards, np.float64)) + 0.0
+        if not len(ordered):
+            return {}
+        if not np.all(np.isfinite(ordered)):
+            raise ValueError(
+                f"estimator {self.name}: rewards {_shown(ordered)} are not all finite; "
+                "a member without a reward is a failed member"
+            )
+        values = _checked(self, ordered, _called(self, ordered))
+        distinct, first = np.unique(ordered, return_index=True)
+        return dict(zip(distinct.tolist(), values[first].tolist(), strict=True))
 
     def advantages(self, rewards: Sequence[float]) -> np.ndarray:
-        """Returns float64[G], the advantage of every member.
+        """Returns float64[N], the advantage of every member, in the order given.
 
         Args:
-          rewards: Finite numbers [G], G >= 1.
+          rewards: Finite numbers [N].
         """
-        rewards = np.asarray(rewards, np.float64)
-        scale, baseline = self.affine(rewards - rewards[0])
-        return scale * ((rewards - rewards[0]) - baseline)
+        table = self.table(rewards)
+        return np.array([table[float(r)] for r in rewards], np.float64)
+
+
+def line(
+    table: Mapping[float, float], centre: float, other: float
+) -> tuple[float, float]:
+    """Returns `(scale, offset)` of the line through two rows of a table.
+
+        A(r) = scale * (r - centre) + offset,  offset = A(centre)
+
+    It holds for these two rewards, and for every reward where the estimator is affine;
+    there, the reward farthest from the centre gives the best scale.
+
+    Args:
+      table: As `Estimator.table` returns it.
+      centre: A reward of the table.
+      other: Another; or the centre itself, for the constant through it alone.
+    """
+    offset = table[centre]
+    if other == centre:
+        return 0.0, offset
+    return (table[other] - offset) / (other - centre), offset
 
 
 def mean_std(ddof: int = 0, eps: float = 1e-6) -> Estimator:
@@ -68,19 +139,10 @@ def mean_std(ddof: int = 0, eps: float = 1e-6) -> Estimator:
       ValueError: `ddof` is not 0 or 1, or `eps` is negative or not finite.
 
     Source: GRPO, Shao et al. 2024 (arXiv 2402.03300), equation in section 4.1.2.
+    Differs: eps, which the equation does not have.
     """
-    if ddof not in (0, 1):
-        raise ValueError(f"ddof is {ddof!r}; expected 0 (population) or 1 (sample)")
-    if not (np.isfinite(eps) and eps >= 0):
-        raise ValueError(f"eps is {eps!r}; expected a finite number >= 0")
-
-    def affine(deviations):
-        mean = np.mean(deviations)
-        count = len(deviations) - ddof
-        std = np.sqrt(np.sum((deviations - mean) ** 2) / count) if count > 0 else 0.0
-        return (1.0 / (std + eps) if std > 0 else 0.0), mean
-
-    return Estimator(f"mean_std(ddof={ddof}, eps={eps:g})", affine)
+    name = f"mean_std(ddof={ddof}, eps={eps:g})"
+    return Estimator(name, _standardised(ddof, eps), affine=True)
 
 
 def mean_only() -> Estimator:
@@ -88,19 +150,248 @@ def mean_only() -> Estimator:
 
     Source: Dr. GRPO, Liu et al. 2025 (arXiv 2503.20783).
     """
-    return Estimator("mean_only()", lambda deviations: (1.0, np.mean(deviations)))
+    return Estimator("mean_only()", _from_mean, affine=True)
 
 
 def leave_one_out() -> Estimator:
     """Deviation from the mean of the others: A_i = r_i - mean(r_j, j != i).
 
-    Written as G / (G - 1) * (r_i - mean(r)); a group of one has advantage 0.
+    Written as N / (N - 1) * (r_i - mean(r)); a group of one has advantage 0.
 
     Source: RLOO, Ahmadian et al. 2024 (arXiv 2402.14740), equation 6.
     """
 
-    def affine(deviations):
-        members = len(deviations)
-        return (members / (members - 1) if members > 1 else 0.0), np.mean(deviations)
+    def function(rewards):
+        others = max(len(rewards) - 1, 1)
+        return len(rewards) / others * _from_mean(rewards)
 
-    return Estimator("leave_one_out()", affine)
+    return Estimator("leave_one_out()", function, affine=True)
+
+
+def leave_one_out_std(ddof: int = 1, eps: float = 1e-6) -> Estimator:
+    """Deviation from the mean of the others over their standard deviation.
+
+    A_i = (r_i - mean(r_j)) / (std(r_j) + eps) over j != i, and 0 where the others are
+    all equal, or no more than `ddof`. It has no bound: where the others differ little,
+    A_i is large. Not affine, as each distinct reward is left out of other moments.
+
+    Args:
+      ddof: 0 for the population, 1 for the sample standard deviation.
+      eps: Added to the standard deviation, in units of the reward.
+
+    Raises:
+      ValueError: `ddof` is not 0 or 1, or `eps` is negative or not finite.
+
+    Source: the mean is that of RLOO, Ahmadian et al. 2024 (arXiv 2402.14740).
+    Differs: the division, which makes scores of prompts of unequal spread comparable.
+    """
+    _refuse_moments(ddof, eps)
+
+    def one(rewards, i):
+        others = np.delete(rewards, i)
+        deviations = others - others[0]
+        mean = np.mean(deviations)
+        std = _std(deviations - mean, ddof)
+        return ((rewards[i] - others[0]) - mean) / (std + eps) if std > 0 else 0.0
+
+    def function(rewards):
+        if len(rewards) == 1:
+            return np.zeros(1)
+        return np.array([one(rewards, i) for i in range(len(rewards))])
+
+    return Estimator(f"leave_one_out_std(ddof={ddof}, eps={eps:g})", function)
+
+
+def batch_mean_std(ddof: int = 0, eps: float = 1e-6) -> Estimator:
+    """Deviation from the mean over all groups of the step, over its deviation.
+
+    A_i = (r_i - mean(r)) / (std(r) + eps), and 0 where std(r) = 0, with the moments of
+    the rewards of all kept groups of a step.
+
+    Args:
+      ddof: 0 for the population, 1 for the sample standard deviation.
+      eps: Added to the standard deviation, in units of the reward.
+
+    Raises:
+      ValueError: `ddof` is not 0 or 1, or `eps` is negative or not finite.
+
+    Source: REINFORCE++, Hu et al. 2025 (arXiv 2501.03262), its global normalisation.
+    Differs: rewards are those of whole trajectories, without a KL per token inside.
+    """
+    name = f"batch_mean_std(ddof={ddof}, eps={eps:g})"
+    return Estimator(name, _standardised(ddof, eps), scope="batch", affine=True)
+
+
+def pass_at_k(k: int) -> Estimator:
+    """What a member adds to the best of k, on average over its companions.
+
+    A_i = k * mean over J of max(0, r_i - max(r_J)), J the sets of k - 1 other members
+
+    The mean of A_i grad log pi over a group estimates the gradient of E[max of k
+    rewards], without bias; for verdicts 0 and 1 that is pass@k. Sorted, with r_(j) the
+    j-th smallest of N rewards, it is a sum of terms >= 0:
+
+        A_i = k / C(N-1, k-1) * sum_j C(j-1, k-2) * max(0, r_i - r_(j))
+
+    Fewer than k survivors count as the best of their number; one alone has advantage 0.
+
+    Args:
+      k: Samples of which the best counts, at least 2: the best of one is the mean, and
+        `leave_one_out` its estimator.
+
+    Raises:
+      ValueError: `k` is not a whole number of at least 2.
+
+    Source: PKPO, Walder and Karkhanis 2025 (arXiv 2505.15201), the estimator with the
+      baseline of k - 1 companions.
+    Differs: times N, as the divisor of a loss is applied elsewhere; groups below k.
+    """
+    if k != int(k) or k < 2:
+        raise ValueError(
+            f"k is {k!r}; expected a whole number >= 2 (leave_one_out serves k = 1)"
+        )
+
+    def function(rewards):
+        members = len(rewards)
+        best_of = min(int(k), members)
+        if best_of < 2:
+            return np.zeros(members)
+        sets = math.comb(members - 1, best_of - 1)
+        # Whole numbers beyond float64 divide exactly; each share is at most 1.
+        share_j = [math.comb(j, best_of - 2) / sets for j in range(members)]
+        gain_ij = np.maximum(rewards[:, None] - np.sort(rewards), 0.0)
+        return best_of * np.sum(gain_ij * share_j, axis=1)
+
+    return Estimator(f"pass_at_k({int(k)})", function)
+
+
+def fixed_baseline(baseline: float = 0.0) -> Estimator:
+    """Deviation from a number known beforehand: A_i = r_i - baseline.
+
+    Members do not need each other. With baseline 0, on rewards from which a tracked
+    baseline of their prompt was subtracted, it is the estimator of that baseline.
+
+    Args:
+      baseline: In units of the reward.
+
+    Raises:
+      ValueError: `baseline` is not finite.
+
+    Source: REINFORCE, Williams 1992, with its reinforcement baseline.
+    """
+    if not np.isfinite(baseline):
+        raise ValueError(f"baseline is {baseline!r}; expected a finite number")
+    name = f"fixed_baseline({baseline:g})"
+    return Estimator(name, lambda rewards: rewards - baseline, "member", affine=True)
+
+
+def _from_mean(rewards):
+    deviations = rewards - rewards[0]
+    return deviations - np.mean(deviations)
+
+
+def _standardised(ddof, eps):
+    _refuse_moments(ddof, eps)
+
+    def function(rewards):
+        deviations = _from_mean(rewards)
+        std = _std(deviations, ddof)
+        return deviations / (std + eps) if std > 0 else np.zeros_like(deviations)
+
+    return function
+
+
+def _std(deviations, ddof):
+    """Of deviations from their mean; 0 where no more than `ddof` are left."""
+    count = len(deviations) - ddof
+    # The hypotenuse neither overflows nor underflows where the result does not.
+    return math.hypot(*deviations) / math.sqrt(count) if count > 0 else 0.0
+
+
+def _refuse_moments(ddof, eps):
+    if ddof not in (0, 1):
+        raise ValueError(f"ddof is {ddof!r}; expected 0 (population) or 1 (sample)")
+    if not (np.isfinite(eps) and eps >= 0):
+        raise ValueError(f"eps is {eps!r}; expected a finite number >= 0")
+
+
+def _called(estimator, rewards):
+    # A copy, so that a function that works in place harms nothing.
+    with np.errstate(all="ignore"):
+        return np.asarray(estimator.function(rewards.copy()), np.float64)
+
+
+def _checked(estimator, rewards, values):
+    """The advantages float64[N] of a function, refused where they cannot be right."""
+    if values.shape != rewards.shape:
+        raise ValueError(
+            f"estimator {estimator.name}: {len(rewards)} rewards gave advantages of "
+            f"shape {values.shape}; return one number for each reward"
+        )
+    if not np.all(np.isfinite(values)):
+        raise ValueError(
+            f"estimator {estimator.name}: rewards {_shown(rewards)} gave advantages "
+            f"{_shown(values)}; return 0 where there is nothing to divide by"
+        )
+    _, first, same = np.unique(rewards, return_index=True, return_inverse=True)
+    if not _equal(values, values[first][same]):
+        raise ValueError(
+            f"estimator {estimator.name}: equal rewards {_shown(rewards)} gave unequal "
+            f"advantages {_shown(values)}; ties may not be broken by position"
+        )
+    return values
+
+
+def _probe(estimator):
+    """Tries the declarations on lists that the function does not refuse itself."""
+    refusals = []
+    for rewards in map(np.array, _PROBES):
+        try:
+            values = _called(estimator, rewards)
+        except (ValueError, ArithmeticError) as refusal:
+            refusals.append(refusal)
+        else:
+            values = _checked(estimator, rewards, values)
+            _refuse_declarations(estimator, rewards, values)
+    if len(refusals) == len(_PROBES):
+        raise ValueError(
+            f"estimator {estimator.name}: the function refuses every list of rewards "
+            f"it was tried on ({refusals[-1]})"
+        )
+
+
+def _refuse_declarations(estimator, rewards, values):
+    for order in (np.argsort(rewards), np.arange(len(rewards))[::-1]):
+        permuted = _called(estimator, rewards[order])
+        if not _equal(permuted, values[order]):
+            raise ValueError(
+                f"estimator {estimator.name}: rewards {_shown(rewards)} in another "
+                "order gave other advantages; an advantage may depend on the member's "
+                "own reward and on the set of all rewards only"
+            )
+    if estimator.scope == "member":
+        alone = np.concatenate([_called(estimator, r[None]) for r in rewards])
+        if not _equal(alone, values):
+            raise ValueError(
+                f'estimator {estimator.name}: scope="member", but rewards '
+                f"{_shown(rewards)} gave other advantages together than one by one; "
+                'declare scope="group"'
+            )
+    if estimator.affine:
+        table = dict(zip(rewards.tolist(), values.tolist(), strict=True))
+        scale, offset = line(table, min(table), max(table))
+        if not _equal(scale * (rewards - min(table)) + offset, values):
+            raise ValueError(
+                f"estimator {estimator.name}: affine=True, but the advantages "
+                f"{_shown(values)} of rewards {_shown(rewards)} lie on no line; "
+                "declare affine=False"
+            )
+
+
+def _equal(left, right):
+    return np.max(np.abs(left - right)) <= ROUNDING * max(1e-300, np.max(np.abs(right)))
+
+
+def _shown(values):
+    listed = ", ".join(f"{value:g}" for value in values[:8])
+    return f"[{listed}{', ...' if len(values) > 8 else ''}]"

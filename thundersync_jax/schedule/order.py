@@ -1,0 +1,399 @@
+"""Which gradient runs next, on which replica, and what may be closed.
+
+A state machine of plain data: events in, decisions out. No threads, no clock, no
+arrays; whoever drives it executes what it decides. Ready work has two classes, served
+in this order:
+
+    final  every reward its advantage depends on is in
+    known  its own reward is in; it needs a place for sums
+
+Groups that share sums are a *unit*: one group, or all of a step where the estimator
+looks at the whole batch. A place holds the sums of one unit that still misses rewards:
+linear combinations of all its gradients or, in exact mode, one sum per distinct reward.
+There final work goes into the sum of its reward too, in one extra place that complete
+units use one after the other.
+
+Work goes sample by sample, except where a full call of one program is waiting: of
+final samples, or of known ones with equal rewards in one unit, whose gradients all its
+sums weigh alike.
+
+Samples are released when their member is settled (trajectory), when all of its group
+are (group), or when the step has no more to come (batch).
+"""
+
+import collections
+import dataclasses
+import itertools
+from collections.abc import Callable, Hashable
+from typing import Literal, NamedTuple
+
+from .roster import Close, Group, Item, Member, Roster
+
+Release = Literal["batch", "group", "trajectory"]
+RELEASES: tuple[str, ...] = ("batch", "group", "trajectory")
+BATCH = "the whole batch"  # the name of the unit of all groups
+
+
+class Call(NamedTuple):
+    """Decision: differentiate these samples on this replica.
+
+    `place` is None on the direct path, otherwise where the sums of the unit lie; then
+    the items are of one unit and have one reward.
+    `rows` is the size of the compiled call; rows beyond the items count for nothing.
+    """
+
+    replica: int
+    items: tuple[Item, ...]
+    place: int | None
+    rows: int
+
+
+class Fold(NamedTuple):
+    """Decision: nothing joins these sums any more; they join the batch where `kept`.
+
+    `reward` names one of the sums in exact mode; None stands for those that do not
+    depend on the reward and, otherwise, for all sums of the place.
+    """
+
+    unit: Hashable
+    place: int
+    reward: float | None
+    replicas: tuple[int, ...]  # where they are
+    kept: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """When a gradient may start.
+
+    Attributes:
+      release: "batch", "group" or "trajectory".
+      places: How many units that miss rewards may hold sums at a time.
+      scope: Whose rewards an advantage depends on: the "member", "group" or "batch".
+      rewards: False where a completed member is settled without a reward.
+      drop_partial: Whether a failed member drops its whole group.
+      drop_uniform: Whether equal raw rewards drop a group.
+      most_rewards: Of how many distinct rewards a unit may sum gradients before it is
+        complete; None for any number.
+      exact: Whether every gradient goes into a sum of its reward.
+      rows_per_call: How many samples share a call once that many are waiting.
+      pad_last: Under batch release, whether the last call of a bucket is always padded
+        to that many, or only where samples fill more than half of it.
+    """
+
+    release: Release
+    places: int = 0
+    scope: Literal["member", "group", "batch"] = "group"
+    rewards: bool = True
+    drop_partial: bool = True
+    drop_uniform: bool = False
+    most_rewards: int | None = None
+    exact: bool = False
+    rows_per_call: int = 1
+    pad_last: bool = True
+
+
+@dataclasses.dataclass
+class _Unit:
+    name: Hashable
+    order: int
+    rewards: set[float | None] = dataclasses.field(default_factory=set)
+    streamed: set[float | None] = dataclasses.field(default_factory=set)
+    pending: list[Item] = dataclasses.field(default_factory=list)  # released, not taken
+    # Samples that were not started, by reward.
+    left: collections.Counter = dataclasses.field(default_factory=collections.Counter)
+    place: int | None = None
+    # Place and replicas of sums that hold something, by reward.
+    sums: dict[float | None, tuple[int, set[int]]] = dataclasses.field(
+        default_factory=dict
+    )
+    complete: bool = False
+    kept: bool = True
+
+
+class Schedule:
+    """Decides the order of gradient calls of one step.
+
+    Attributes:
+      weighted: Whether samples have a part that an advantage multiplies.
+      waited: Samples that were ready before their unit and yet not streamed.
+      waited_for_sum: Members among them whose reward was one too many.
+    """
+
+    def __init__(self, rules: Rules):
+        self.weighted = True
+        self.waited = 0
+        self.waited_for_sum = 0
+        self._rules = rules
+        self._roster = Roster(rules.rewards, rules.drop_partial, rules.drop_uniform)
+        self._lossy = rules.drop_partial or rules.drop_uniform
+        self._batch = _Unit(BATCH, 0) if rules.scope == "batch" else None
+        self._units: dict[Hashable, _Unit] = {}  # by group
+        self._free = list(range(rules.places))[::-1]
+        self._final: list[Item] = []
+        self._known: dict[Hashable, _Unit] = {}  # with ready work
+        self._closing: dict[Hashable, _Unit] = {}  # complete, with sums
+
+    @property
+    def by_baseline(self) -> bool:
+        """Whether gradients start before what multiplies them is known."""
+        return self.weighted and self._rules.scope != "member"
+
+    @property
+    def held(self) -> bool:
+        """Whether a settled member of a unit that misses rewards needs a place."""
+        return self.by_baseline or (self._lossy and self._batch is None)
+
+    def open_group(self, group: Hashable, members: int, baseline: float = 0.0) -> None:
+        """Announces a group of so many members, and what is off their rewards."""
+        order = self._roster.open_group(group, members, baseline).order
+        self._units[group] = self._batch or _Unit(group, order)
+
+    def sample(self, group: Hashable, member: int, bucket: Hashable) -> Item:
+        """Adds a sample to a member that is not complete yet."""
+        return self._roster.sample(group, member, bucket)
+
+    def complete(self, group: Hashable, member: int) -> Close | None:
+        """All tokens of a member are final. Returns what this closes."""
+        settled = self._roster.complete(group, member)
+        return self._settle(group, member) if settled else None
+
+    def reward(
+        self, group: Hashable, member: int, reward: float, raw: float | None = None
+    ) -> Close | None:
+        """The verdict on a member is in. Returns what this closes.
+
+        `raw` decides whether the group is uniform; None for `reward`.
+        """
+        settled = self._roster.reward(group, member, reward, raw)
+        return self._settle(group, member) if settled else None
+
+    def fail(self, group: Hashable, member: int) -> Close | None:
+        """Withdraws an unsettled member. Returns what this closes."""
+        self._roster.fail(group, member)
+        return self._settle(group, member)
+
+    def survivors(self, group: Hashable) -> dict[int, float | None]:
+        """Settled members that did not fail, with their rewards, by index."""
+        found = self._roster.groups[group].survivors
+        return {index: member.reward for index, member in found.items()}
+
+    def reward_of(self, item: Item) -> float | None:
+        """The reward of a sample's member."""
+        return self._roster.member(item).reward
+
+    def early(self, group: Hashable) -> bool:
+        """Whether rewards are missing that a group's gradients depend on."""
+        return not self._units[group].complete
+
+    def outstanding(self) -> list[tuple[Hashable, int]]:
+        """The members that are not settled."""
+        return self._roster.outstanding()
+
+    def discard(self, group: Hashable, members: set[int]) -> int:
+        """Forgets waiting samples of a closed group. Returns how many they were."""
+        unit, gone = self._units[group], 0
+        for waiting in (self._final, unit.pending):
+            found = [x for x in waiting if x.group == group and x.member in members]
+            unit.left.subtract(map(self.reward_of, found))
+            gone += len(found)
+            if found:
+                taken = set(found)
+                waiting[:] = [x for x in waiting if x not in taken]
+        return gone
+
+    def flush(self) -> None:
+        """No event will follow: what waited for the end of the step is ready now."""
+        if self._batch is not None:
+            self._count_waiting(self._batch)
+            self._complete(self._batch, kept=True)
+        if self._rules.release != "batch":
+            return
+        for unit in self._units.values():
+            self._finalize(unit)
+        if not self._by_reward:
+            # One program after another, so that calls are full; then the step's order.
+            first: dict[Hashable, int] = {}
+            for item in self._final:
+                first.setdefault(item.bucket, len(first))
+            self._final.sort(key=lambda item: first[item.bucket])
+
+    @property
+    def ready(self) -> bool:
+        """Whether a call could start now if a replica were free."""
+        return bool(self._final) or any(map(self._may_start, self._known.values()))
+
+    def next_call(self, replica: int) -> Call | None:
+        """Takes the work that a free replica should do next, or None.
+
+        What `folds` returns has to be carried out before.
+        """
+        if self._final:
+            return self._final_call(replica)
+        ready = [unit for unit in self._known.values() if self._may_start(unit)]
+        if not ready:
+            return None
+        unit = min(ready, key=_preference)
+        if unit.place is None:
+            unit.place = self._free.pop()
+        rows = self._rules.rows_per_call
+        first = next(i for i, x in enumerate(unit.pending) if self._fits(unit, x))
+        items = _take(
+            unit.pending, lambda x: (self.reward_of(x), x.bucket), rows, rows, first
+        )
+        if not unit.pending:
+            del self._known[unit.name]
+        self._start(unit, items, unit.place, replica)
+        return Call(replica, items, unit.place, len(items))
+
+    def folds(self) -> list[Fold]:
+        """Takes the sums that nothing joins any more; their places are free then."""
+        done = []
+        for unit in list(self._closing.values()):
+            for reward, (place, replicas) in list(unit.sums.items()):
+                if unit.kept and reward is not None and unit.left[reward]:
+                    continue
+                del unit.sums[reward]
+                where = tuple(sorted(replicas))
+                done.append(Fold(unit.name, place, reward, where, unit.kept))
+            held = any(place == unit.place for place, _ in unit.sums.values())
+            if unit.place is not None and not held:
+                self._free.append(unit.place)
+                unit.place = None
+            if not unit.sums:
+                del self._closing[unit.name]
+        return done
+
+    @property
+    def _by_reward(self) -> bool:
+        return self._rules.exact and self.by_baseline
+
+    def _settle(self, name: Hashable, index: int) -> Close | None:
+        group, unit = self._roster.groups[name], self._units[name]
+        if group.closed:  # dropped before; nothing it does matters any more
+            return None
+        verdict = self._roster.verdict(name)
+        if verdict == "kept" and self._batch is None:
+            self._count_waiting(unit)
+        if verdict != "dropped" and not self._joins_late:
+            self._join(unit, group.members[index])
+        if verdict:
+            return self._close(name, group, verdict)
+        if self._rules.release == "trajectory":
+            self._offer(unit)
+        return None
+
+    @property
+    def _joins_late(self) -> bool:
+        """Whether members join the batch's unit only when their group is kept."""
+        early = self._rules.release == "trajectory" and not self._lossy
+        return self._batch is not None and not early
+
+    def _close(self, name: Hashable, group: Group, verdict: str) -> Close:
+        group.closed = True
+        if self._batch is None:
+            self._complete(self._units[name], verdict == "kept")
+        elif verdict == "kept":
+            if self._joins_late:
+                for member in group.survivors.values():
+                    self._join(self._batch, member)
+            if self._rules.release != "batch":
+                self._offer(self._batch)
+        return Close(name, verdict)
+
+    def _join(self, unit: _Unit, member: Member) -> None:
+        if not member.failed:
+            unit.rewards.add(member.reward)
+            unit.pending.extend(member.items)
+            unit.left[member.reward] += len(member.items)
+
+    def _offer(self, unit: _Unit) -> None:
+        if unit.pending and self.held:
+            self._known[unit.name] = unit
+        elif unit.pending:
+            self._finalize(unit)
+
+    def _count_waiting(self, unit: _Unit) -> None:
+        if self._rules.release == "trajectory":
+            self.waited += len(unit.pending)
+            late = [x for x in unit.pending if not self._fits(unit, x)]
+            self.waited_for_sum += len({item[:2] for item in late})
+
+    def _complete(self, unit: _Unit, kept: bool) -> None:
+        unit.complete, unit.kept = True, kept
+        self._known.pop(unit.name, None)
+        if not kept:
+            unit.pending.clear()
+        if unit.place is not None:
+            self._closing[unit.name] = unit
+        if self._rules.release != "batch":
+            self._finalize(unit)
+
+    def _finalize(self, unit: _Unit) -> None:
+        """What a unit has not started yet needs no place of its own any more."""
+
+        def order(item: Item):
+            where = self._roster.groups[item.group].order, item.member, item.sample
+            if not self._by_reward:
+                return where
+            reward = self.reward_of(item)
+            return reward not in unit.sums, reward, *where
+
+        self._final.extend(sorted(unit.pending, key=order))
+        unit.pending.clear()
+
+    def _fits(self, unit: _Unit, item: Item) -> bool:
+        """Whether a sample's reward is among those that a unit may sum already."""
+        most, there = self._rules.most_rewards, unit.streamed
+        return most is None or len(there) < most or self.reward_of(item) in there
+
+    def _may_start(self, unit: _Unit) -> bool:
+        placed = unit.place is not None or self._free
+        return bool(placed) and any(self._fits(unit, x) for x in unit.pending)
+
+    def _final_call(self, replica: int) -> Call:
+        # Under batch release nothing will join the last call of a bucket. A lone
+        # streamed trajectory goes alone.
+        rows = least = self._rules.rows_per_call
+        if self._rules.release == "batch":
+            least = 1 if self._rules.pad_last else rows // 2 + 1
+        items = _take(self._final, lambda item: item.bucket, least, rows)
+        if not self._by_reward:
+            return Call(replica, items, None, rows if len(items) >= least else 1)
+        unit = self._units[items[0].group]
+        place, _ = unit.sums.get(self.reward_of(items[0]), (self._rules.places, None))
+        self._start(unit, items, place, replica)
+        return Call(replica, items, place, len(items))
+
+    def _start(self, unit: _Unit, items: tuple, place: int, replica: int) -> None:
+        """Notes down which sums a call adds to."""
+        reward = self.reward_of(items[0])
+        unit.left[reward] -= len(items)
+        if unit.complete:
+            self._closing[unit.name] = unit
+        else:
+            unit.streamed.add(reward)
+            unit.sums.setdefault(None, (place, set()))[1].add(replica)
+        if self._by_reward:
+            unit.sums.setdefault(reward, (place, set()))[1].add(replica)
+
+
+def _take(
+    waiting: list[Item], kind: Callable, least: int, most: int, first: int = 0
+) -> tuple[Item, ...]:
+    """Removes a sample and up to `most` of its kind; it alone if not `least`."""
+    wanted = kind(waiting[first])
+    alike = (i for i, item in enumerate(waiting) if kind(item) == wanted)
+    found = list(itertools.islice(alike, most))
+    if len(found) < least:
+        found = [first]
+    items = tuple(waiting[i] for i in found)
+    for i in reversed(found):
+        del waiting[i]
+    return items
+
+
+def _preference(unit: _Unit):
+    """Smaller is sooner: promising, then already holding sums, then most ready."""
+    uniform = len(unit.rewards) < 2
+    return uniform, unit.place is None, -len(unit.pending), unit.order

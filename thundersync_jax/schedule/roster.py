@@ -1,0 +1,201 @@
+"""The members of one step: who has completed, been judged, or failed.
+
+Events in, verdicts on groups out; it refuses what cannot have happened and changes
+nothing then. A member is *settled* once it is complete and has its reward, or has
+failed. What is computed when, module `schedule` decides.
+"""
+
+import dataclasses
+import numbers
+from collections.abc import Hashable
+from typing import Literal, NamedTuple
+
+Verdict = Literal["kept", "dropped", "filtered"]
+
+
+class Item(NamedTuple):
+    """One sample to differentiate."""
+
+    group: Hashable
+    member: int
+    sample: int
+    bucket: Hashable  # samples of one bucket may share a call
+
+
+class Close(NamedTuple):
+    """No outcome of the group is missing, or none matters any more."""
+
+    group: Hashable
+    verdict: Verdict
+
+
+@dataclasses.dataclass
+class Member:
+    """One trajectory: what is known of it, and its samples."""
+
+    completed: bool = False
+    reward: float | None = None  # its advantage follows from it; baseline subtracted
+    raw: float | None = None  # the unshaped verdict
+    failed: bool = False
+    settled: bool = False
+    items: list[Item] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass
+class Group:
+    """The trajectories of one prompt."""
+
+    order: int
+    members: list[Member]
+    unsettled: int
+    baseline: float  # subtracted from rewards
+    closed: bool = False
+
+    @property
+    def survivors(self) -> dict[int, Member]:
+        """Settled members that did not fail, by index."""
+        return {
+            index: member
+            for index, member in enumerate(self.members)
+            if member.settled and not member.failed
+        }
+
+
+class Roster:
+    """All groups of a step.
+
+    Args:
+      rewards: False where a completed member is settled without a reward.
+      drop_partial: Whether a failed member drops its whole group.
+      drop_uniform: Whether equal raw rewards drop a group.
+    """
+
+    def __init__(
+        self,
+        rewards: bool = True,
+        drop_partial: bool = True,
+        drop_uniform: bool = False,
+    ):
+        self.groups: dict[Hashable, Group] = {}
+        self._rewards = rewards
+        self._drop_partial = drop_partial
+        self._drop_uniform = drop_uniform
+
+    def open_group(self, group: Hashable, members: int, baseline: float = 0.0) -> Group:
+        """Announces a group of so many members, and what is off their rewards."""
+        _check_name(group)
+        if group in self.groups:
+            raise ValueError(f"group {group!r} is open already; name every group once")
+        if not isinstance(members, numbers.Integral) or members < 1:
+            raise ValueError(
+                f"group {group!r} has members={members!r}; expected a whole number >= 1"
+            )
+        fresh = [Member() for _ in range(members)]
+        self.groups[group] = Group(len(self.groups), fresh, members, baseline)
+        return self.groups[group]
+
+    def sample(self, group: Hashable, member: int, bucket: Hashable) -> Item:
+        """Adds a sample to a member that is not complete yet."""
+        items = self._incomplete(group, member, "a sample").items
+        items.append(Item(group, member, len(items), bucket))
+        return items[-1]
+
+    def complete(self, group: Hashable, member: int) -> bool:
+        """All tokens of a member are final. Returns whether this settles it."""
+        self._incomplete(group, member, "complete").completed = True
+        return self._settles(group, member)
+
+    def reward(
+        self, group: Hashable, member: int, reward: float, raw: float | None
+    ) -> bool:
+        """The verdict on a member is in. Returns whether this settles it."""
+        state = self._unsettled(group, member, "a reward")
+        baseline = self.groups[group].baseline
+        if state.reward is not None:
+            raise ValueError(
+                f"group {group!r} member {member} has reward {state.reward + baseline} "
+                f"and got {reward}; a member has one reward"
+            )
+        state.reward = reward - baseline
+        state.raw = reward if raw is None else raw
+        return self._settles(group, member)
+
+    def fail(self, group: Hashable, member: int) -> bool:
+        """Withdraws an unsettled member, which settles it."""
+        self._unsettled(group, member, "fail").failed = True
+        return self._settles(group, member)
+
+    def verdict(self, group: Hashable) -> Verdict | None:
+        """What becomes of a group, None while that is open."""
+        state = self.groups[group]
+        failed = any(member.failed for member in state.members)
+        if failed and self._drop_partial:
+            return "dropped"
+        if state.unsettled:
+            return None
+        raw = [member.raw for member in state.members if not member.failed]
+        if not raw:
+            return "dropped"
+        return "filtered" if self._drop_uniform and len(set(raw)) == 1 else "kept"
+
+    def member(self, item: Item) -> Member:
+        """Whose sample it is."""
+        return self.groups[item.group].members[item.member]
+
+    def outstanding(self) -> list[tuple[Hashable, int]]:
+        """The members that are not settled."""
+        return [
+            (name, index)
+            for name, state in self.groups.items()
+            for index, member in enumerate(state.members)
+            if not member.settled
+        ]
+
+    def _settles(self, group, member):
+        found = self.groups[group].members[member]
+        judged = found.reward is not None or not self._rewards
+        if not found.failed and not (found.completed and judged):
+            return False
+        found.settled = True
+        self.groups[group].unsettled -= 1
+        return True
+
+    def _unsettled(self, group, member, event):
+        """Finds the member an event is about, or says what is wrong with the event."""
+        _check_name(group)
+        if group not in self.groups:
+            raise ValueError(
+                f"{event} for group {group!r}, which is not open; call open_group first"
+            )
+        members = self.groups[group].members
+        if not isinstance(member, numbers.Integral) or not 0 <= member < len(members):
+            raise ValueError(
+                f"{event} for member {member!r} of group {group!r}; expected an index "
+                f"from 0 to {len(members) - 1}"
+            )
+        if members[member].settled:
+            how = "has failed" if members[member].failed else "has all it needs"
+            raise ValueError(
+                f"{event} for group {group!r} member {member}, which is settled: it "
+                f"{how} and does not change any more"
+            )
+        return members[member]
+
+    def _incomplete(self, group, member, event):
+        state = self._unsettled(group, member, event)
+        if state.completed:
+            raise ValueError(
+                f"{event} for group {group!r} member {member}, which is complete; its "
+                "tokens are final, complete it once"
+            )
+        return state
+
+
+def _check_name(group):
+    try:
+        hash(group)
+    except TypeError:
+        raise ValueError(
+            f"{group!r:.60} cannot name a group, for it has no hash; use a number, a "
+            "string or a tuple of them"
+        ) from None
