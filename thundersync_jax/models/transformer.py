@@ -188,14 +188,12 @@ def token_logprobs(
     Returns:
       float32[T] (float64 for float64 models).
     """
-    head = layers.constrain(head_weights(params), "vocab", None)
-
-    def project(hidden_c):
-        hidden_c = layers.constrain(hidden_c, "tokens", None)
-        return layers.constrain(logits(config, head, hidden_c), "tokens", "vocab")
-
     return logprobs.chunked_target_logprobs(
-        hidden, targets, project, temperature, config.logprob_chunk_tokens
+        hidden,
+        targets,
+        _projection(config, params),
+        temperature,
+        config.logprob_chunk_tokens,
     )
 
 
@@ -224,7 +222,35 @@ def surrogate_logprobs(
     following = token_logprobs(
         config, params, hidden, jnp.roll(tokens, -1), temperature
     )
-    return jnp.concatenate([jnp.zeros_like(following[:1]), following[:-1]])
+    return _shifted(following)
+
+
+def surrogate_logprobs_and_entropies(
+    config: ModelConfig,
+    params: Params,
+    tokens: jax.Array,
+    temperature: jax.Array | float,
+) -> tuple[jax.Array, jax.Array]:
+    """`surrogate_logprobs`, and the entropy each token was drawn with, in one pass.
+
+        entry t = log pi(tokens[t] | tokens[:t]) and H(pi(. | tokens[:t])),  entry 0 = 0
+
+    Args:
+      config, params, tokens, temperature: As for `surrogate_logprobs`; entropies are
+        those at the temperature, over the whole vocabulary, in nats.
+
+    Returns:
+      Two float32[T] (float64 for float64 models).
+    """
+    hidden, _ = segment(config, params, tokens)
+    following = logprobs.chunked_logprobs_and_entropies(
+        hidden,
+        jnp.roll(tokens, -1),
+        _projection(config, params),
+        temperature,
+        config.logprob_chunk_tokens,
+    )
+    return jax.tree.map(_shifted, following)
 
 
 def head_weights(params: Params) -> jax.Array:
@@ -332,6 +358,22 @@ def add_layer_outputs(
         normed, weights["gate"], weights["up"], weights["down"], precision
     )
     return layers.constrain(x, "tokens", None)
+
+
+def _projection(config, params):
+    """Hidden vectors [C, D] to logits [C, V], laid out over the mesh."""
+    head = layers.constrain(head_weights(params), "vocab", None)
+
+    def project(hidden_c):
+        hidden_c = layers.constrain(hidden_c, "tokens", None)
+        return layers.constrain(logits(config, head, hidden_c), "tokens", "vocab")
+
+    return project
+
+
+def _shifted(following):
+    """From entries that speak of the next token to entries that speak of their own."""
+    return jnp.concatenate([jnp.zeros_like(following[:1]), following[:-1]])
 
 
 def _gathered(name):

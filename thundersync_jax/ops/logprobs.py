@@ -1,6 +1,11 @@
-"""Log-probabilities of given tokens, in chunks, so that no T x V array exists."""
+"""Log-probabilities of given tokens, in chunks, so that no T x V array exists.
+
+Where entropies are wanted too they come from the same logits: the projection to the
+vocabulary is most of the work, and is done once.
+"""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +42,29 @@ def target_logprobs(
     return _forward(logits, targets, temperature)[0]
 
 
+@jax.custom_vjp
+def logprobs_and_entropies(
+    logits: jax.Array, targets: jax.Array, temperature: jax.Array | float
+) -> tuple[jax.Array, jax.Array]:
+    """Log-probabilities of `targets`, and entropies over the whole vocabulary.
+
+        log p[target],  H = - sum_v p[v] log p[v],  p = softmax(logits / temperature)
+
+    The gradient is written out, as for `target_logprobs`; that of the entropy is
+    -p (log p + H) / temperature.
+
+    Args:
+      logits: float[..., V], float32 or better. An entry of -inf has probability 0 and
+        adds nothing to an entropy.
+      targets: int32[...].
+      temperature: Scalar; not differentiated.
+
+    Returns:
+      Two float[...], the dtype of `logits`; entropies in nats.
+    """
+    return _forward_both(logits, targets, temperature)[0]
+
+
 def chunked_target_logprobs(
     hidden_t: jax.Array,
     target_t: jax.Array,
@@ -59,22 +87,49 @@ def chunked_target_logprobs(
     Returns:
       float[T], the dtype that `project` returns.
     """
+
+    def one_chunk(hidden_c, target_c):
+        return target_logprobs(project(hidden_c), target_c, temperature)
+
+    return _in_chunks(one_chunk, hidden_t, target_t, chunk_tokens)
+
+
+def chunked_logprobs_and_entropies(
+    hidden_t: jax.Array,
+    target_t: jax.Array,
+    project: Callable[[jax.Array], jax.Array],
+    temperature: jax.Array | float,
+    chunk_tokens: int,
+) -> tuple[jax.Array, jax.Array]:
+    """`logprobs_and_entropies(project(hidden), ...)` with one chunk of logits alive.
+
+    Args:
+      hidden_t, target_t, project, temperature, chunk_tokens: As for
+        `chunked_target_logprobs`.
+
+    Returns:
+      Two float[T], the dtype that `project` returns.
+    """
+
+    def one_chunk(hidden_c, target_c):
+        return logprobs_and_entropies(project(hidden_c), target_c, temperature)
+
+    return _in_chunks(one_chunk, hidden_t, target_t, chunk_tokens)
+
+
+def _in_chunks(one_chunk, hidden_t, target_t, chunk_tokens) -> Any:
+    """A function of (hidden, targets) of a chunk, applied to all tokens."""
     tokens, width = hidden_t.shape
     chunks = -(-tokens // chunk_tokens)
     length = -(-tokens // chunks)
     pad = chunks * length - tokens
-
-    @jax.checkpoint
-    def one_chunk(operands):
-        hidden_c, target_c = operands
-        return target_logprobs(project(hidden_c), target_c, temperature)
-
     # Chunk j holds tokens j, j + chunks, ...: a token axis that is sharded in
     # contiguous pieces stays where it is.
     hidden_cj = jnp.pad(hidden_t, ((0, pad), (0, 0))).reshape(length, chunks, width)
     target_cj = jnp.pad(target_t, (0, pad)).reshape(length, chunks)
-    logprob_jc = jax.lax.map(one_chunk, (jnp.moveaxis(hidden_cj, 1, 0), target_cj.T))
-    return logprob_jc.T.reshape(chunks * length)[:tokens]
+    checkpointed = jax.checkpoint(lambda operands: one_chunk(*operands))
+    found_jc = jax.lax.map(checkpointed, (jnp.moveaxis(hidden_cj, 1, 0), target_cj.T))
+    return jax.tree.map(lambda x: x.T.reshape(chunks * length)[:tokens], found_jc)
 
 
 def _forward(logits, targets, temperature):
@@ -97,3 +152,32 @@ def _backward(residuals, cotangent):
 
 
 target_logprobs.defvjp(_forward, _backward)
+
+
+def _forward_both(logits, targets, temperature):
+    logprobs, residuals = _forward(logits, targets, temperature)
+    _, _, scale, normalizer = residuals
+    surprise = _surprise(logits, scale, normalizer)
+    # Every term of the sum is >= 0: nothing cancels.
+    entropies = jnp.sum(jnp.exp(-surprise) * surprise, axis=-1)
+    return (logprobs, entropies), (*residuals, entropies)
+
+
+def _backward_both(residuals, cotangents):
+    logits, targets, scale, normalizer, entropies = residuals
+    of_logprob, of_entropy = (jnp.expand_dims(c * scale, -1) for c in cotangents)
+    surprise = _surprise(logits, scale, normalizer)
+    excess = surprise - jnp.expand_dims(entropies, -1)
+    # The exponential is used once: used twice, it would be stored.
+    gradient = jnp.exp(-surprise) * (of_entropy * excess - of_logprob)
+    index = jax.lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1)
+    chosen = index == jnp.expand_dims(targets, -1)
+    return jnp.where(chosen, gradient + of_logprob, gradient), None, None
+
+
+def _surprise(logits, scale, normalizer):
+    """-log p, cut where p is 0 in float64 too, as 0 times an infinity is NaN."""
+    return jnp.minimum(normalizer - logits * scale, jnp.asarray(1000, logits.dtype))
+
+
+logprobs_and_entropies.defvjp(_forward_both, _backward_both)

@@ -1,8 +1,13 @@
-"""Per-token weights and the policy-gradient surrogate of one sample.
+"""The terms of one sample's loss, and the weights of its tokens.
 
 How tokens are weighed against each other is decided here, on the host; what the sum is
-divided by at the end of a step (trajectories, tokens) belongs to whoever sums.
+divided by at the end of a step (trajectories, tokens) belongs to whoever sums. Every
+term takes the tokens' contexts as given: their own dependence on the parameters is not
+differentiated. What stands at positions of weight 0, NaN and infinities included,
+reaches neither value nor gradient.
 """
+
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -59,13 +64,180 @@ def policy_gradient(logprob_t: jax.Array, weight_t: jax.Array) -> jax.Array:
 
     Args:
       logprob_t: float[T], log-probabilities of the tokens under the parameters.
-      weight_t: float[T], 0 at positions that are not trained; what stands there in
-        `logprob_t`, NaN and infinities included, reaches neither value nor gradient.
+      weight_t: float[T], 0 at positions that are not trained. Constants: a factor such
+        as an advantage or an importance weight is detached before it comes here.
 
     Returns:
       Scalar, to be multiplied by the advantage.
     """
-    trained_t = weight_t != 0
-    # Selected before the product: 0 * NaN is NaN, in the gradient too.
-    safe_t = jnp.where(trained_t, logprob_t, jnp.zeros_like(logprob_t))
-    return -jnp.sum(safe_t * weight_t.astype(logprob_t.dtype))
+    return -_weighted_sum(logprob_t, weight_t)
+
+
+def turn_credit(
+    logprob_t: jax.Array, weight_t: jax.Array, u_t: jax.Array, v_t: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Both parts of a surrogate whose tokens carry credit A * u_t + v_t.
+
+        weighted = - sum_t w_t u_t log pi(a_t | h_t)
+        additive = - sum_t w_t v_t log pi(a_t | h_t)
+
+    The advantage A comes from a group and stays one number per trajectory; u and v are
+    the trajectory's own, such as one pair for each turn: nothing waits for them.
+
+    Args:
+      logprob_t: float[T], log-probabilities of the tokens under the parameters.
+      weight_t: float[T], 0 at positions that are not trained.
+      u_t: float[T], what a token's share of the advantage is multiplied by; detached.
+      v_t: float[T], credit in units of the advantage; detached.
+
+    Returns:
+      Two scalars: `weighted`, to be multiplied by the advantage, and `additive`.
+
+    Source: TRACE (arXiv 2607.13988) has credit of this form. How u and v are found is
+      not the business of this function.
+    """
+    shares = (_credited(weight_t, u_t), _credited(weight_t, v_t))
+    return tuple(policy_gradient(logprob_t, share_t) for share_t in shares)
+
+
+def kl_penalty(
+    logprob_t: jax.Array,
+    reference_t: jax.Array,
+    weight_t: jax.Array,
+    estimator: Literal["k1", "k2", "k3"],
+) -> jax.Array:
+    """Reverse KL from the policy to a reference, on tokens that the policy sampled.
+
+        sum_t w_t k(log pi(a_t | h_t) - log q(a_t | h_t))
+        k1(d) = d,  k2(d) = d^2 / 2,  k3(d) = exp(-d) - 1 + d
+
+    The value is that of the estimator. The gradient is, whichever it is,
+
+        sum_t w_t (log pi - log q) grad log pi(a_t | h_t)
+
+    and in expectation over the tokens that of the exact KL(pi(. | h_t) || q(. | h_t)),
+    contexts held fixed.
+
+    Args:
+      logprob_t: float[T], log pi.
+      reference_t: float[T], log q, at the same temperature; detached.
+      weight_t: float[T], 0 at positions that are not trained.
+      estimator: Of the value. k1 and k3 have the KL as their expectation; k3 is never
+        negative, and unbounded where q is far above pi.
+
+    Returns:
+      Scalar, to be multiplied by a coefficient and added to what is minimised.
+
+    Raises:
+      ValueError: Unknown estimator.
+
+    Source: Schulman 2020, "Approximating KL divergence", for the values.
+    Differs: the values are not differentiated. The gradient of k1 has expectation 0,
+      that of k3 is of the forward KL(q || pi); k2's own is the one used here.
+    """
+    reference_t = jax.lax.stop_gradient(reference_t).astype(logprob_t.dtype)
+    d_t = _select(weight_t != 0, logprob_t - reference_t)
+    half_square_t = 0.5 * d_t**2
+    values = {
+        "k1": lambda: d_t,
+        "k2": lambda: half_square_t,
+        "k3": lambda: jnp.expm1(-d_t) + d_t,
+    }
+    if estimator not in values:
+        raise ValueError(
+            f"estimator={estimator!r} is unknown; choose {', '.join(values)}"
+        )
+    value_t = jax.lax.stop_gradient(values[estimator]())
+    # Zero in value, the wanted gradient in derivative.
+    slope_t = half_square_t - jax.lax.stop_gradient(half_square_t)
+    return _weighted_sum(value_t + slope_t, weight_t)
+
+
+def entropy_bonus(entropy_t: jax.Array, weight_t: jax.Array) -> jax.Array:
+    """Minus the entropy, so that minimising raises it.
+
+        - sum_t w_t H(pi(. | h_t))
+
+    Args:
+      entropy_t: float[T], of the distribution that each token was drawn from.
+      weight_t: float[T], 0 at positions that are not trained.
+
+    Returns:
+      Scalar, to be multiplied by a coefficient and added to what is minimised.
+
+    Source: Williams and Peng 1991, "Function optimization using connectionist
+      reinforcement learning algorithms".
+    """
+    return -_weighted_sum(entropy_t, weight_t)
+
+
+def importance_weights(
+    logprob_t: jax.Array,
+    sampler_logprob_t: jax.Array,
+    trained_t: jax.Array,
+    cap: float,
+) -> jax.Array:
+    """Truncated importance weights for a sampler that is not quite the trained policy.
+
+        rho_t = min(pi_learner(a_t | h_t) / pi_sampler(a_t | h_t), cap),  detached
+
+    Args:
+      logprob_t: float[T], of the learner.
+      sampler_logprob_t: float[T], as recorded when the tokens were drawn.
+      trained_t: bool[T], True on sampled tokens.
+      cap: Largest weight, > 0.
+
+    Returns:
+      float[T], the dtype of `logprob_t`, to multiply the tokens' weights; 0 at
+      positions that are not trained.
+
+    Source: Ionides 2008, "Truncated importance sampling", token by token.
+    Differs: a product over the tokens of a trajectory would be unbiased without a cap;
+      one weight per token leaves the contexts' mismatch as it is.
+    """
+    d_t = _log_ratio(logprob_t, sampler_logprob_t, trained_t)
+    return _select(trained_t, jnp.minimum(jnp.exp(d_t), cap))
+
+
+def mismatch(
+    logprob_t: jax.Array, sampler_logprob_t: jax.Array, trained_t: jax.Array
+) -> dict[str, jax.Array]:
+    """How far the sampler's probabilities were from the learner's, as sums over tokens.
+
+        d_t = log pi_learner(a_t | h_t) - log pi_sampler(a_t | h_t)
+
+    Args:
+      logprob_t, sampler_logprob_t, trained_t: As for `importance_weights`.
+
+    Returns:
+      Scalars in the dtype of `logprob_t`, without gradient: `abs_log_ratio`, the sum
+      of |d_t|; `max_abs_log_ratio`; `kl`, the sum of exp(d_t) - 1 - d_t, whose mean
+      over tokens estimates KL(sampler || learner); `tokens`, to divide by.
+    """
+    d_t = _log_ratio(logprob_t, sampler_logprob_t, trained_t)
+    return {
+        "abs_log_ratio": jnp.sum(jnp.abs(d_t)),
+        "max_abs_log_ratio": jnp.max(jnp.abs(d_t), initial=0.0),
+        "kl": jnp.sum(jnp.expm1(d_t) - d_t),
+        "tokens": jnp.sum(trained_t, dtype=d_t.dtype),
+    }
+
+
+def _select(trained_t, x_t):
+    """`x_t` at trained positions, 0 elsewhere, before any product: 0 * NaN is NaN."""
+    return jnp.where(trained_t, x_t, jnp.zeros_like(x_t))
+
+
+def _weighted_sum(x_t, weight_t):
+    return jnp.sum(_select(weight_t != 0, x_t) * weight_t.astype(x_t.dtype))
+
+
+def _credited(weight_t, credit_t):
+    credit_t = _select(weight_t != 0, jax.lax.stop_gradient(credit_t))
+    return weight_t * credit_t.astype(weight_t.dtype)
+
+
+def _log_ratio(logprob_t, sampler_logprob_t, trained_t):
+    """Learner over sampler, detached; 0 at positions that are not trained."""
+    d_t = logprob_t - sampler_logprob_t.astype(logprob_t.dtype)
+    return _select(trained_t, jax.lax.stop_gradient(d_t))
