@@ -1,6 +1,7 @@
-"""An engine and an environment whose every move a test decides."""
+"""An engine and an environment whose every move a test decides, and a pool of them."""
 
 import asyncio
+import contextlib
 import threading
 
 import numpy as np
@@ -9,10 +10,12 @@ from thundersync_jax.config import RolloutConfig
 from thundersync_jax.envs.base import Action, Observation
 from thundersync_jax.rollout import render
 from thundersync_jax.rollout.engine import Response
-from thundersync_jax.types import TrajectoryKey
+from thundersync_jax.rollout.pool import Completed, Failed, Job, Rewarded, RolloutPool
+from thundersync_jax.types import StopReason, Trajectory, TrajectoryKey
 
 ANSWER = render.render_action(Action("answer", "7"))
 CALL = render.render_action(Action("call", "1+1"))
+PATIENCE_SECS = 20.0  # for an event that must come; never waited for in full
 
 
 def limits(**changes) -> RolloutConfig:
@@ -123,3 +126,124 @@ async def never():
 
 async def refuse():
     raise ConnectionError("refused\nby a peer")
+
+
+def after(secs, value):
+    async def wait():
+        await asyncio.sleep(secs)
+        return value
+
+    return wait
+
+
+def jobs(count, step=0, first=0):
+    members = range(first, first + count)
+    return [Job(key(member, step=step), member) for member in members]
+
+
+@contextlib.contextmanager
+def open_pool(
+    environment=None, engine=None, on_span=None, blocked_secs=10.0, **changes
+):
+    """A pool whose member m of group 0 gets `environment(m)`."""
+    environment = environment or (lambda member: FakeEnvironment())
+    with RolloutPool(
+        engine or FakeEngine(),
+        lambda trajectory_key: environment(trajectory_key.member),
+        limits(**changes),
+        seed=3,
+        on_span=on_span,
+        blocked_secs=blocked_secs,
+    ) as pool:
+        yield pool
+    assert not pool._driver._thread.is_alive()
+
+
+def drain(pool):
+    """Returns all events up to the last outcome."""
+    events = []
+    while pool.outstanding:
+        event = pool.next_event(PATIENCE_SECS)
+        assert event is not None, f"{pool.outstanding} members say nothing"
+        events.append(event)
+    return events
+
+
+def roll(pool, count, step=0, policy_version=0):
+    pool.start(jobs(count, step), policy_version)
+    return drain(pool)
+
+
+def outcomes(events):
+    """Returns the outcome of every member; there may be only one."""
+    found = {}
+    for event in events:
+        if not isinstance(event, Completed):
+            assert event.key.member not in found
+            found[event.key.member] = event
+    return found
+
+
+def of_kind(events, kind):
+    return [event for event in events if isinstance(event, kind)]
+
+
+class ScriptedPool:
+    """Tells of members in a random order, and at once.
+
+    `rewards[group][member]` is the verdict, None of a member that fails. Every second
+    failure comes after the tokens are final.
+    """
+
+    def __init__(self, rewards, rng):
+        self.ended = False
+        self.arrivals = []
+        self._rewards = rewards
+        self._rng = rng
+        self._open = []
+        self._completed = set()
+
+    @property
+    def outstanding(self):
+        return len(self._open)
+
+    def start(self, jobs, policy_version):
+        assert not self._open
+        self._completed.clear()
+        self.add(jobs, policy_version)
+
+    def add(self, jobs, policy_version):
+        self._open += [job.key for job in jobs]
+
+    def next_event(self, timeout_secs):
+        index = int(self._rng.integers(len(self._open)))
+        key = self._open[index]
+        reward = self._rewards[key.group][key.member]
+        trajectory = trajectory_of(key, reward)
+        fails = reward is None and key.member % 2 == 0
+        if key not in self._completed and not fails:
+            self._completed.add(key)
+            return Completed(key, trajectory)
+        del self._open[index]
+        self.arrivals.append(key)
+        if reward is None:
+            return Failed(key, StopReason.TIMEOUT, "too slow")
+        return Rewarded(key, reward, trajectory)
+
+    def close(self):
+        self._open.clear()
+
+
+def trajectory_of(key, reward, tokens=None):
+    """A trajectory with 1 prompt token and 1 to 3 sampled ones."""
+    tokens = tokens or 1 + (key.group + key.member) % 3
+    return Trajectory(
+        key=key,
+        ids=np.arange(tokens + 1, dtype=np.int32),
+        loss_mask=np.arange(tokens + 1) > 0,
+        logprobs=np.zeros(tokens + 1, np.float32),
+        turns=1,
+        stop_reason=StopReason.FINISHED,
+        policy_version=0,
+        reward=reward,
+    )

@@ -4,7 +4,7 @@ import collections
 
 import pytest
 
-from thundersync_jax.task_order import take
+from thundersync_jax.task_order import replacements, take
 
 
 @pytest.mark.parametrize(("tasks", "per_step"), [(10, 2), (8, 3), (3, 8), (1, 1)])
@@ -34,3 +34,18 @@ def test_epochs_and_seeds_are_shuffled_apart():
         for epoch in range(3)
     ]
     assert len({*orders, tuple(range(50))}) == 10
+
+
+def test_replacements_are_what_the_step_does_not_have_in_an_order_of_its_own():
+    own = take(range(10), 0, 12, 4)
+    found = replacements(10, 0, 4, own)
+    assert sorted(found + own) == list(range(10))
+    orders = {
+        tuple(replacements(50, seed, step, ())) for seed in range(3) for step in (1, 2)
+    } | {tuple(take(range(50), 0, 50 * epoch, 50)) for epoch in (1, 2)}
+    assert len(orders) == 8
+    assert replacements(10, 0, 4, own) == found  # a function of these alone
+
+
+def test_a_step_that_has_every_task_takes_them_again():
+    assert sorted(replacements(3, 0, 1, [2, 0, 1, 2])) == [0, 1, 2]

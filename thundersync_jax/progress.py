@@ -10,7 +10,7 @@ import dataclasses
 class Progress:
     """Where the running step stands. Whoever learns something raises a count."""
 
-    total: int  # trajectories of the step
+    total: int  # trajectories of the step so far
     completed: int = 0  # tokens final
     verified: int = 0  # verdict in
     streamed: int = 0  # gradient started
@@ -18,6 +18,12 @@ class Progress:
     tokens: int = 0  # of completed trajectories
     learner_secs: float = 0.0  # gradient work so far
     started_secs: float = 0.0  # on the monotonic clock
+    added: int = 0  # of the total, since the step began: in place of lost groups
+
+    def add(self, members: int) -> None:
+        """The step grows by a group."""
+        self.total += members
+        self.added += members
 
 
 @dataclasses.dataclass
@@ -26,7 +32,7 @@ class RunProgress:
 
     steps: int  # of the whole run
     steps_done: int = 0  # a resumed run starts with more
-    trajectories: int = 0  # of the steps begun
+    trajectories: int = 0  # of the steps begun, replacements once their step is done
     trajectories_done: int = 0  # settled: verified or failed
 
     def begin(self, total: int, now_secs: float = 0.0) -> Progress:
@@ -37,6 +43,7 @@ class RunProgress:
     def end(self, progress: Progress) -> None:
         """That step's update is done."""
         self.steps_done += 1
+        self.trajectories += progress.added
         self.trajectories_done += progress.verified + progress.failed
 
     @property

@@ -24,18 +24,20 @@ import collections
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import field
 from typing import Any
 
 import jax
-import numpy as np
 
 from thundersync_jax import state
+from thundersync_jax.dynamic_sampling import replacements
 from thundersync_jax.errors import StreamError
 from thundersync_jax.learner_clock import Ran, Totals
 from thundersync_jax.ledger import Report
 from thundersync_jax.progress import Progress
 from thundersync_jax.rollout.events import Completed, Event, Failed, Job, Rewarded
 from thundersync_jax.run import Run
+from thundersync_jax.schedule.roster import Roster
 from thundersync_jax.stream import GradientStream
 from thundersync_jax.types import Span, Trajectory
 
@@ -83,57 +85,56 @@ def run_step(
 ) -> Step:
     """Rolls out the jobs and streams their gradients.
 
+    Under `uniform_groups='replace'` further groups are rolled out in place of lost ones
+    (module `dynamic_sampling`).
+
     Args:
       run: Its sampler holds the stream's parameters.
       stream: New, of this step.
-      jobs: All members of all groups.
+      jobs: All members of the groups to begin with.
       version: Policy version of the parameters.
       progress: Counts to raise.
       on_progress: Called after every event.
 
     Raises:
-      StreamError: More members failed than `rollout.failed_share_limit` allows, or the
-        gradient is not finite.
+      StreamError: More of all members failed than `rollout.failed_share_limit` allows,
+        or the gradient is not finite.
+      ValueError: The jobs are of several steps.
     """
     run.clock.take()  # what ran before belongs to no step
     start = time.monotonic()
     progress = progress or Progress(len(jobs), started_secs=start)
-    work = run.clock.totals
-    sizes = collections.Counter(job.key.group for job in jobs)
-    for group in sorted(sizes):
-        stream.open_group(group, sizes[group])
-    trajectories: dict[tuple[int, int], Trajectory] = {}
-    rewarded: dict[tuple[int, int], float] = {}
-    failures: list[Failed] = []
-    last_reward = start
+    before = run.clock.totals
+    found, replaced = _Found(start), 0
+    step = jobs[0].key.step
+    _open_groups(run, stream, jobs, step)
     for event in rollouts(run, jobs, version, stream.advance):
-        place = event.key.group, event.key.member
+        assert event.key.step == step, f"{event.key} came in step {step}"
         _tell(run, stream, event)
-        if isinstance(event, Failed):
-            failures.append(event)
-        elif isinstance(event, Rewarded):
-            rewarded[place] = event.secs
-        if not isinstance(event, Completed):
-            last_reward = max(last_reward, event.secs)
-        if event.trajectory is not None:
-            trajectories[place] = event.trajectory
-        _count(progress, event, run.clock.totals, work)
+        found.take(event)
+        _count(progress, event, run.clock.totals, before)
+        for group in _replacements(run, len(stream.lost_groups), replaced):
+            further = run.replacement_jobs(step, group)
+            _open_groups(run, stream, further, step)
+            run.pool.add(further, version)
+            progress.add(len(further))
+            replaced += 1
         on_progress(progress)
-    _check_failures(failures, len(jobs), run.config.rollout.failed_share_limit)
+    _check_failures(found, run.config.rollout.failed_share_limit)
     gradient, report = stream.finish()
     calls = run.clock.take()
-    worked = max([last_reward, *(ran.end_secs for ran in calls)])
+    worked = max([found.last_reward_secs, *(ran.end_secs for ran in calls)])
     run.timeline.add(Span("boundary", "close and reduce", worked, time.monotonic()))
     return Step(
         gradient=gradient,
         report=report,
-        trajectories=[trajectories[place] for place in sorted(trajectories)],
-        failures=failures,
+        trajectories=found.in_order,
+        failures=found.failures,
         advantages=stream.advantages,
-        rewarded_secs=rewarded,
+        rewarded_secs=found.rewarded_secs,
         calls=calls,
         start_secs=start,
-        last_reward_secs=last_reward,
+        last_reward_secs=found.last_reward_secs,
     )
 
 
@@ -164,12 +165,19 @@ def conclude(
 def compile_all(run: Run, params: Tree, version: int) -> None:
     """Compiles every gradient program that a step may need, so that none waits."""
     made_up_calls(run, params, version, "trajectory", rows=1, members=2)
-    if (rows := run.config.mesh.rows_per_call) > 1:
+    rows = run.config.mesh.rows_per_call
+    if rows > 1 and run.config.accumulator == "plain":
         made_up_calls(run, params, version, "batch", rows, members=2)
 
 
 def made_up_calls(
-    run: Run, params: Tree, version: int, release: str, rows: int, members: int
+    run: Run,
+    params: Tree,
+    version: int,
+    release: str,
+    rows: int,
+    members: int,
+    accumulator: str | None = None,
 ) -> None:
     """Computes gradients of trajectories without meaning, and drops the result.
 
@@ -180,16 +188,14 @@ def made_up_calls(
       release: Under "trajectory" all members but the last of a bucket are streamed.
       rows: Rows per call.
       members: Trajectories per length bucket; all weights are 0.
+      accumulator: How sums are taken; None as the config says.
     """
-    stream = run.new_stream(params, version, release, rows)
+    stream = run.new_stream(params, version, release, rows, accumulator)
     for length in run.config.rollout.gradient_buckets:
-        arrays = {
-            "tokens": np.zeros(length, np.int32),
-            "weights": np.zeros(length, np.float32),
-        }
+        sample = run.empty_sample(length)
         stream.open_group(length, members)
         for member in range(members):
-            stream.complete(length, member, arrays, tokens=1)
+            stream.complete(length, member, sample, tokens=1)
             stream.reward(length, member, float(member))
             while stream.advance():
                 time.sleep(_LOOK_SECS)
@@ -197,21 +203,34 @@ def made_up_calls(
 
 
 def roll_out(run: Run, step: int, version: int) -> tuple[list[Trajectory], float]:
-    """Samples a step's trajectories and computes nothing.
+    """Samples a step's trajectories, replacements included, and computes nothing.
 
     Returns:
       The trajectories in order, failed ones as they failed, and R, the seconds until
       the last outcome.
     """
     start = time.monotonic()
-    outcomes = [
-        event
-        for event in rollouts(run, run.train_jobs(step), version)
-        if not isinstance(event, Completed)
-    ]
-    found = [event.trajectory for event in outcomes if event.trajectory is not None]
-    last = max(event.secs for event in outcomes)
-    return sorted(found, key=lambda trajectory: trajectory.key), last - start
+    roster = Roster(drop_partial=run.config.partial_groups == "drop", drop_uniform=True)
+    jobs, found, lost, replaced = run.train_jobs(step), _Found(start), set(), 0
+    for group, members in _sizes(jobs, step):
+        roster.open_group(group, members)
+    for event in rollouts(run, jobs, version):
+        found.take(event)
+        place = event.key.group, event.key.member
+        if isinstance(event, Completed):
+            roster.complete(*place)
+        elif isinstance(event, Rewarded):
+            roster.reward(*place, event.reward, raw=None)
+        else:
+            roster.fail(*place)
+        if roster.verdict(event.key.group) not in (None, "kept"):
+            lost.add(event.key.group)
+        for group in _replacements(run, len(lost), replaced):
+            further = run.replacement_jobs(step, group)
+            roster.open_group(group, len(further))
+            run.pool.add(further, version)
+            replaced += 1
+    return found.in_order, found.last_reward_secs - start
 
 
 def rollouts(
@@ -224,7 +243,7 @@ def rollouts(
 
     Args:
       run: Its pool rolls out.
-      jobs: All of one step.
+      jobs: The first of one step; whoever reads an event may add more to the pool.
       version: Of the parameters that the sampler holds.
       advance: Called before every wait, which an event ends or a call that has ended.
     """
@@ -240,6 +259,60 @@ def rollouts(
         raise
 
 
+@dataclasses.dataclass
+class _Found:
+    """What the events of a step have brought so far; fields as in `Step`."""
+
+    last_reward_secs: float
+    trajectories: dict[tuple[int, int], Trajectory] = field(default_factory=dict)
+    failures: list[Failed] = field(default_factory=list)
+    rewarded_secs: dict[tuple[int, int], float] = field(default_factory=dict)
+
+    def take(self, event: Event) -> None:
+        place = event.key.group, event.key.member
+        if isinstance(event, Failed):
+            self.failures.append(event)
+        elif isinstance(event, Rewarded):
+            self.rewarded_secs[place] = event.secs
+        if not isinstance(event, Completed):
+            self.last_reward_secs = max(self.last_reward_secs, event.secs)
+        if event.trajectory is not None:
+            self.trajectories[place] = event.trajectory
+
+    @property
+    def in_order(self) -> list[Trajectory]:
+        """The trajectories by (group, member)."""
+        return [self.trajectories[place] for place in sorted(self.trajectories)]
+
+
+def _open_groups(
+    run: Run, stream: GradientStream, jobs: Sequence[Job], step: int
+) -> None:
+    for group, members in _sizes(jobs, step):
+        stream.open_group(group, members, baseline=run.group_baseline(step, group))
+
+
+def _sizes(jobs: Sequence[Job], step: int) -> list[tuple[int, int]]:
+    """The groups of some jobs, and how many members each has."""
+    others = {job.key.step for job in jobs} - {step}
+    if others:
+        raise ValueError(
+            f"jobs of step {step} come with jobs of step {min(others)}; what is rolled "
+            "out in a step is recorded in it, pass those of one step."
+        )
+    return sorted(collections.Counter(job.key.group for job in jobs).items())
+
+
+def _replacements(run: Run, lost: int, replaced: int) -> Sequence[int]:
+    """Numbers of the groups to roll out now in place of lost ones."""
+    if run.config.uniform_groups != "replace" or run.pool.ended:
+        return ()
+    rollout = run.config.rollout
+    first, bound = rollout.groups_per_step, rollout.replacement_groups
+    bound = first if bound is None else bound
+    return replacements(first, bound, lost, replaced)
+
+
 def _tell(run: Run, stream: GradientStream, event: Event) -> None:
     group, member = event.key.group, event.key.member
     if isinstance(event, Completed):
@@ -252,7 +325,9 @@ def _tell(run: Run, stream: GradientStream, event: Event) -> None:
             policy_version=trajectory.policy_version,
         )
     elif isinstance(event, Rewarded):
-        stream.reward(group, member, event.reward)
+        # Filters look at the verdict itself, whatever is added to it.
+        shaped = run.shaped_reward(event.trajectory)
+        stream.reward(group, member, shaped, raw=event.reward)
     else:
         try:
             stream.fail(group, member, event.stop_reason.value)
@@ -272,7 +347,9 @@ def _count(progress: Progress, event: Event, now: Totals, before: Totals) -> Non
     progress.learner_secs = now.busy_secs - before.busy_secs
 
 
-def _check_failures(failures: list[Failed], total: int, limit: float) -> None:
+def _check_failures(found: _Found, limit: float) -> None:
+    failures = found.failures
+    total = len(found.rewarded_secs) + len(failures)
     if len(failures) > limit * total:
         first = failures[0]
         raise StreamError(

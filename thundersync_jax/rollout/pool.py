@@ -17,12 +17,12 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from types import TracebackType
 from typing import Any
 
 from thundersync_jax.config import RolloutConfig
 from thundersync_jax.envs.base import Environment
-from thundersync_jax.rollout.agent import PHASES, WAITING, Agent
+from thundersync_jax.rollout.agent import WAITING, Agent
+from thundersync_jax.rollout.batch import Batch, Member
 from thundersync_jax.rollout.commands import GRACE_SECS, Commands, Stopped
 from thundersync_jax.rollout.driver import EngineDriver
 from thundersync_jax.rollout.engine import Engine
@@ -36,19 +36,8 @@ RETRIED = frozenset({StopReason.ENVIRONMENT_ERROR, StopReason.TIMEOUT})
 _CLOSE_SECS = 2.0  # for each thread to end; both are daemons beyond it
 
 
-@dataclasses.dataclass(eq=False)
-class _Member:
-    """One member between `start` and its outcome."""
-
-    job: Job
-    policy_version: int
-    queued_secs: float
-    agent: Agent | None = None
-    task: asyncio.Task | None = None
-
-
 class RolloutPool:
-    """Rolls out one batch of jobs at a time.
+    """Rolls out one batch of jobs at a time; a running batch may grow.
 
     `on_span` is called in the event loop's thread. `close`, or leaving the context,
     ends both threads; everything else belongs to the thread that made the pool.
@@ -89,12 +78,13 @@ class RolloutPool:
         self._seed = seed
         self._on_span = on_span
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
-        self._outstanding = 0
+        self._batch: Batch | None = None  # the running one
         self._error: BaseException | None = None
         self._closed = False
         # The rest belongs to the event loop.
-        self._open: dict[TrajectoryKey, _Member] = {}
+        self._open: dict[TrajectoryKey, Member] = {}
         self._deadline: asyncio.TimerHandle | None = None
+        self._ended: tuple[StopReason, str] | None = None  # the batch, and by what
         self._slots = asyncio.Semaphore(limits.slots)
         self._verifiers = asyncio.Semaphore(limits.verify_concurrency)
         self._commands = Commands()
@@ -108,7 +98,15 @@ class RolloutPool:
     @property
     def outstanding(self) -> int:
         """Members of the batch whose outcome `next_event` has not given yet."""
-        return self._outstanding
+        return self._batch.outstanding if self._batch else 0
+
+    @property
+    def ended(self) -> bool:
+        """Whether the batch of the last event takes no more members.
+
+        Its step deadline has passed or it was cancelled.
+        """
+        return self._ended is not None
 
     @property
     def abandoned(self) -> int:
@@ -122,24 +120,40 @@ class RolloutPool:
           ValueError: A batch is outstanding, or keys repeat or name no known phase.
         """
         self._raise_if_dead()
-        if self._outstanding:
+        if self.outstanding:
             raise ValueError(
-                f"{self._outstanding} members of the last batch are outstanding; "
+                f"{self.outstanding} members of the last batch are outstanding; "
                 "read their events, or cancel() and read, before the next start()."
             )
-        now = time.monotonic()
-        members = {}
-        for job in jobs:
-            key = job.key._replace(attempt=0)
-            if key in members or key.phase not in PHASES:
-                expected = f"every member once, phases {', '.join(PHASES)}"
-                raise ValueError(f"job {key} cannot start; expected {expected}.")
-            members[key] = _Member(job, policy_version, now)
-        if not members:
-            return
-        self._outstanding = len(members)
+        batch = Batch(policy_version)
+        members = batch.take(jobs)
+        self._batch = batch
         with self._original_error():
             self._loop.call_soon_threadsafe(self._begin, members)
+
+    def add(self, jobs: Sequence[Job], policy_version: int) -> None:
+        """Further members of the running batch, under its step deadline.
+
+        A batch runs on after its last outcome was read, until `start` or `update`.
+        Where it has `ended`, new members fail at once, as those open then did.
+
+        Raises:
+          ValueError: No batch runs, it is of another policy version, or a key is not
+            new in it or names no known phase.
+        """
+        self._raise_if_dead()
+        version = self._batch.policy_version if self._batch else None
+        if version is None or version != policy_version:
+            running = (
+                "none runs" if version is None else f"the running one has {version}"
+            )
+            raise ValueError(
+                f"members of policy version {policy_version} find no batch to join: "
+                f"{running}. start() begins one."
+            )
+        members = self._batch.take(jobs)
+        with self._original_error():
+            self._loop.call_soon_threadsafe(self._join, members)
 
     def next_event(self, timeout_secs: float) -> Event | None:
         """Returns the next event; None after the timeout, or on `wake`.
@@ -152,7 +166,7 @@ class RolloutPool:
         """
         self._raise_if_dead()
         end = time.monotonic() + timeout_secs
-        while self._outstanding:
+        while self.outstanding:
             left = max(0.0, end - time.monotonic())
             try:
                 event = self._events.get(timeout=min(left, PING_SECS))
@@ -162,7 +176,7 @@ class RolloutPool:
             else:
                 self._raise_if_dead()
                 if event is not None:
-                    self._outstanding -= not isinstance(event, Completed)
+                    self._batch.outstanding -= not isinstance(event, Completed)
                 return event
             if time.monotonic() >= end:
                 return None
@@ -186,11 +200,12 @@ class RolloutPool:
           ValueError: Members are outstanding.
         """
         self._raise_if_dead()
-        if self._outstanding:
+        if self.outstanding:
             raise ValueError(
-                f"{self._outstanding} members are outstanding; parameters change "
+                f"{self.outstanding} members are outstanding; parameters change "
                 "between batches only. Read their events first."
             )
+        self._batch = None
         with self._original_error():
             self._driver.call(
                 lambda: self._engine.update(params, policy_version),
@@ -215,12 +230,7 @@ class RolloutPool:
     def __enter__(self) -> "RolloutPool":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     # In the event loop's thread.
@@ -236,8 +246,10 @@ class RolloutPool:
             self._clear()
             self._loop.close()
 
-    def _begin(self, members: dict[TrajectoryKey, _Member]) -> None:
-        self._open = dict(members)
+    def _begin(self, members: dict[TrajectoryKey, Member]) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._ended = None
         limit_secs = self._limits.step_timeout_secs
         self._deadline = self._loop.call_later(
             limit_secs,
@@ -245,11 +257,19 @@ class RolloutPool:
             StopReason.TIMEOUT,
             f"step deadline of {limit_secs:g} s passed",
         )
+        self._join(members)
+
+    def _join(self, members: dict[TrajectoryKey, Member]) -> None:
+        self._open.update(members)
         for key, member in members.items():
+            if self._ended is not None:
+                stop_reason, reason = self._ended
+                self._fail(member, stop_reason, f"{reason} before it was added")
+                continue
             member.task = self._loop.create_task(self._run(member), name=str(key))
             member.task.add_done_callback(self._look)
 
-    async def _run(self, member: _Member) -> None:
+    async def _run(self, member: Member) -> None:
         """Takes one member from its first attempt to its outcome."""
         attempts = self._limits.attempts
         for attempt in range(attempts):
@@ -275,7 +295,7 @@ class RolloutPool:
         )
         self._tell(member, Rewarded(agent.key, reward, trajectory))
 
-    def _agent(self, member: _Member, attempt: int) -> Agent:
+    def _agent(self, member: Member, attempt: int) -> Agent:
         agent = Agent(
             key=member.job.key._replace(attempt=attempt),
             task=member.job.task,
@@ -290,7 +310,7 @@ class RolloutPool:
         agent.times["queued"] = member.queued_secs
         return agent
 
-    def _fail(self, member: _Member, stop_reason: StopReason, reason: str) -> None:
+    def _fail(self, member: Member, stop_reason: StopReason, reason: str) -> None:
         agent = member.agent
         if agent is None:
             self._tell(member, Failed(member.job.key, stop_reason, reason))
@@ -302,7 +322,7 @@ class RolloutPool:
             trajectory = agent.recorder.trajectory(stop_reason, reason, agent.times)
         self._tell(member, Failed(agent.key, stop_reason, reason, trajectory))
 
-    def _tell(self, member: _Member, event: Event) -> None:
+    def _tell(self, member: Member, event: Event) -> None:
         """Passes on what an open member says; a stopped one is not heard."""
         key = member.job.key._replace(attempt=0)
         if self._open.get(key) is not member:
@@ -310,11 +330,10 @@ class RolloutPool:
         self._events.put(event)
         if not isinstance(event, Completed):
             del self._open[key]
-            if not self._open:
-                self._deadline.cancel()
 
     def _end(self, stop_reason: StopReason, reason: str) -> None:
         """Fails every open member now, without waiting for what it is busy with."""
+        self._ended = self._ended or (stop_reason, reason)
         for member in list(self._open.values()):
             doing = member.agent.doing if member.agent else WAITING
             member.task.cancel()

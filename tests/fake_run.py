@@ -1,0 +1,71 @@
+"""A run without a model: what `run_step` needs, for groups of given rewards."""
+
+import types
+
+import numpy as np
+from rollout_fakes import ScriptedPool, key
+from toy_stream import MEAN, weighted
+
+from thundersync_jax import GradientStream
+from thundersync_jax.learner_clock import Totals
+from thundersync_jax.rollout.pool import Job
+from thundersync_jax.step import run_step
+
+SIZE = 4  # members of a group
+
+
+class FakeRun:
+    """Member m of group g scores 1 in place (g, m), so a gradient lists advantages."""
+
+    def __init__(self, pool, first, bound=None, uniform_groups="replace", share=1.0):
+        self.pool = pool
+        self.config = types.SimpleNamespace(
+            partial_groups="drop",
+            uniform_groups=uniform_groups,
+            rollout=types.SimpleNamespace(
+                groups_per_step=first,
+                replacement_groups=bound,
+                failed_share_limit=share,
+            ),
+        )
+        self.clock = types.SimpleNamespace(take=list, totals=Totals(0, 0.0))
+        self.timeline = types.SimpleNamespace(add=lambda span: None)
+        self.groups = first + (first if bound is None else bound)
+
+    def train_jobs(self, step):
+        groups = range(self.config.rollout.groups_per_step)
+        return [job for group in groups for job in self.replacement_jobs(step, group)]
+
+    def replacement_jobs(self, step, group):
+        return [Job(key(member, group, step), None) for member in range(SIZE)]
+
+    def group_baseline(self, step, group):
+        return 0.0
+
+    def shaped_reward(self, trajectory):
+        return trajectory.reward
+
+    def sample(self, trajectory):
+        score = np.zeros((self.groups, SIZE), np.float32)
+        score[trajectory.key.group, trajectory.key.member] = 1.0
+        return {"s": score}
+
+    def new_stream(self, **settings):
+        uniform = "keep" if self.config.uniform_groups == "keep" else "drop"
+        return GradientStream(
+            weighted,
+            {"x": np.zeros((self.groups, SIZE), np.float32)},
+            **{"estimator": MEAN, "uniform_groups": uniform} | settings,
+        )
+
+
+def rolled(run, step=1, progress=None, **settings):
+    """Returns the gradient [groups, members] and the step."""
+    stream = run.new_stream(**settings)
+    done = run_step(run, stream, run.train_jobs(step), 0, progress)
+    assert not run.pool.outstanding
+    return np.asarray(done.gradient["x"]), done
+
+
+def pool_of(rewards):
+    return ScriptedPool(rewards, np.random.default_rng(0))
