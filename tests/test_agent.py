@@ -331,6 +331,59 @@ def test_recorder_refuses_what_does_not_belong_together():
     assert recorder.trajectory(StopReason.CANCELLED).ids.tolist() == [1, 2]
 
 
+def graded(*answers):
+    """An environment that answers each action with one of these observations."""
+
+    class Graded(FakeEnvironment):
+        async def step(self, action):
+            await super().step(action)
+            return answers[len(self.actions) - 1]
+
+    return Graded()
+
+
+def test_credit_of_a_turn_lies_on_its_own_tokens():
+    environment = graded(
+        Observation("2", credit=0.5, weight=np.float32(2)), Observation("3", credit=-1)
+    )
+    trajectory, _, _ = play(environment, lambda *_: CALL, turns=2)
+    mask = trajectory.loss_mask
+    starts = np.flatnonzero(np.diff(mask.astype(int), prepend=0) == 1)
+    first = mask & (np.arange(len(mask)) < starts[1])
+    second = mask & ~first
+    u, v = trajectory.turn_weights, trajectory.turn_credits
+    assert (u.dtype, v.dtype) == (np.float32, np.float32)
+    np.testing.assert_array_equal(u, np.where(first, 2, 1))
+    np.testing.assert_array_equal(v, np.where(first, 0.5, np.where(second, -1, 0)))
+
+
+def test_turn_that_gets_no_answer_has_no_credit_of_its_own():
+    environment = graded(Observation("2", credit=0.5))
+    trajectory, _, _ = play(
+        environment,
+        lambda request, turn: CALL if turn == 0 else [53] * request.max_new_tokens,
+        turns=3,
+        turn_tokens=len(CALL),
+    )
+    assert trajectory.stop_reason is StopReason.LENGTH
+    credited = np.flatnonzero(trajectory.turn_credits)
+    last = np.flatnonzero(trajectory.loss_mask)[-1]
+    assert len(credited) == len(CALL) and last not in credited
+
+
+def test_environment_without_credit_leaves_none():
+    trajectory, _, _ = play(FakeEnvironment(), call_then_answer)
+    assert trajectory.turn_weights is None and trajectory.turn_credits is None
+
+
+@pytest.mark.parametrize("given", [{"credit": None}, {"weight": float("nan")}])
+def test_credit_that_is_no_number_is_the_environments_fault(given):
+    (name,) = given
+    with pytest.raises(Stopped, match=f"turn 0 .* with {name} .*finite") as stopped:
+        play(graded(Observation("2", **given)), lambda *_: CALL)
+    assert stopped.value.stop_reason is StopReason.ENVIRONMENT_ERROR
+
+
 def test_record_does_not_change_with_the_callers_buffer():
     ids = np.array([5, 6], np.int32)
     recorder = Recorder(key(), ids, policy_version=0)

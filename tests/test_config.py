@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from thundersync_jax import combinations
 from thundersync_jax.config import (
     Config,
     EnvConfig,
@@ -19,6 +20,7 @@ from thundersync_jax.config import (
 )
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.models.generation import STOP_IDS
+from thundersync_jax.ops import exact_sum
 from thundersync_jax.settings import (
     check_same_config,
     config_dict,
@@ -52,6 +54,38 @@ WRONG = {
     "loss.constant is none": lambda: LossConfig(aggregation="constant"),
     "loss.constant is 9.0": lambda: LossConfig(constant=9),
     "loss.std_ddof is 2": lambda: LossConfig(std_ddof=2),
+    "loss.std_ddof is 1 with loss.advantage 'mean_only'": lambda: LossConfig(
+        advantage="mean_only", std_ddof=1
+    ),
+    "loss.std_eps is 0.1 with loss.advantage 'pass_at_k'": lambda: LossConfig(
+        advantage="pass_at_k", std_eps=0.1
+    ),
+    "loss.pass_k is 2 with loss.advantage 'mean_std'": lambda: LossConfig(pass_k=2),
+    "loss.pass_k is 0": lambda: LossConfig(advantage="pass_at_k", pass_k=0),
+    "loss.baseline is 0.5 with loss.advantage 'leave_one_out'": lambda: LossConfig(
+        advantage="leave_one_out", baseline=0.5
+    ),
+    "loss.baseline_decay is 0.5 with loss.advantage 'fixed_baseline'": lambda: (
+        LossConfig(advantage="fixed_baseline", baseline_decay=0.5)
+    ),
+    "loss.baseline_decay is 1.5": lambda: LossConfig(
+        advantage="tracked_baseline", baseline_decay=1.5
+    ),
+    "loss.kl_coef is -0.1": lambda: LossConfig(kl_coef=-0.1),
+    "loss.kl_estimator is 'k4'": lambda: LossConfig(kl_coef=0.1, kl_estimator="k4"),
+    "loss.kl_estimator is 'k1' with loss.kl_coef 0.0": lambda: LossConfig(
+        kl_estimator="k1"
+    ),
+    "loss.entropy_coef is -1.0": lambda: LossConfig(entropy_coef=-1.0),
+    "loss.length_penalty is -1.0": lambda: LossConfig(length_penalty=-1.0),
+    "loss.length_free_tokens is 9 with loss.length_penalty 0.0": lambda: LossConfig(
+        length_free_tokens=9
+    ),
+    "loss.length_free_tokens is 72 with at most 72 sampled tokens": lambda: Config(
+        loss=LossConfig(length_penalty=0.5, length_free_tokens=72)
+    ),
+    "loss.importance_cap is 0.0": lambda: LossConfig(importance_cap=0.0),
+    "loss.turn_credit is 'turns'": lambda: LossConfig(turn_credit="turns"),
     "rollout.slots is 3": lambda: RolloutConfig(slots=3),
     "rollout.temperature is 0.0": lambda: RolloutConfig(temperature=0),
     "rollout.turn_tokens is 96": lambda: RolloutConfig(turn_tokens=96),
@@ -107,6 +141,38 @@ WRONG = {
         rollout=RolloutConfig(group_size=1),
         loss=LossConfig(advantage="leave_one_out"),
     ),
+    "rollout.group_size is 1 with loss.advantage 'pass_at_k'": lambda: Config(
+        rollout=RolloutConfig(group_size=1), loss=LossConfig(advantage="pass_at_k")
+    ),
+    "rollout.group_size is 2 with loss.advantage 'leave_one_out_std'": lambda: Config(
+        rollout=RolloutConfig(group_size=2),
+        loss=LossConfig(advantage="leave_one_out_std"),
+    ),
+    "loss.pass_k is 9 with rollout.group_size 8": lambda: Config(
+        loss=LossConfig(advantage="pass_at_k", pass_k=9)
+    ),
+    "uniform_groups is 'drop' with rollout.group_size 1": lambda: Config(
+        uniform_groups="drop",
+        rollout=RolloutConfig(group_size=1),
+        loss=LossConfig(advantage="fixed_baseline"),
+    ),
+    "uniform_groups is 'skip'": lambda: Config(uniform_groups="skip"),
+    "rollout.replacement_groups is 4 with uniform_groups 'drop'": lambda: Config(
+        uniform_groups="drop", rollout=RolloutConfig(replacement_groups=4)
+    ),
+    "rollout.replacement_groups is 0": lambda: RolloutConfig(replacement_groups=0),
+    "accumulator is 'kahan'": lambda: Config(accumulator="kahan"),
+    "accumulator is 'exact' with model.dtype 'float64'": lambda: Config(
+        accumulator="exact", model=ModelConfig(dtype="float64")
+    ),
+    "accumulator is 'exact' with 8192 trajectories per step": lambda: Config(
+        accumulator="exact", rollout=RolloutConfig(groups_per_step=1024)
+    ),
+    "accumulator is 'exact' with 4096 trajectories per step twice": lambda: Config(
+        accumulator="exact",
+        rollout=RolloutConfig(groups_per_step=512),
+        loss=LossConfig(kl_coef=0.1),
+    ),
     "rollout.stop_ids is (7,) with warm_start.steps 5": lambda: Config(
         rollout=RolloutConfig(stop_ids=(7,)), warm_start=WarmStartConfig(steps=5)
     ),
@@ -145,7 +211,23 @@ def test_combinations_that_work_are_accepted():
     EnvConfig(tool_latency=LatencyConfig("none", 0.05, 0.8))
     EnvConfig(tool_latency=LatencyConfig("straggler", 0.05))
     Config(rollout=RolloutConfig(stop_ids=()))
+    for advantage in ("batch_mean_std", "fixed_baseline", "tracked_baseline"):
+        Config(
+            rollout=RolloutConfig(group_size=1), loss=LossConfig(advantage=advantage)
+        )
+    Config(uniform_groups="replace", rollout=RolloutConfig(replacement_groups=4))
+    Config(accumulator="exact", model=ModelConfig(dtype="bfloat16"))
+    Config(accumulator="exact", rollout=RolloutConfig(groups_per_step=1023))
+    Config(
+        accumulator="exact",
+        rollout=RolloutConfig(groups_per_step=511),
+        loss=LossConfig(kl_coef=0.1),
+    )
     Config(rollout=RolloutConfig(stop_ids=tuple(range(264 - STOP_IDS, 264))))
+
+
+def test_exact_sums_are_refused_where_they_end():
+    assert combinations.MOST_ADDENDS == exact_sum.MAX_ADDENDS
 
 
 def test_config_json_reads_back_exactly_and_names_the_class_of_options():

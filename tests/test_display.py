@@ -1,5 +1,6 @@
 """What a person sees: rows that line up, samples that are plain, honest counts."""
 
+import dataclasses
 import io
 import re
 import time
@@ -211,6 +212,17 @@ def trajectory(observation="19", reward=1.0, reason=""):
         reward=reward,
         reason=reason,
     )
+
+
+def test_turns_of_a_trajectory_show_what_each_was_worth():
+    plain = trajectory()
+    starts = np.flatnonzero(np.diff(plain.loss_mask.astype(int), prepend=0) == 1)
+    u, v = np.ones(len(plain.ids)), np.zeros(len(plain.ids))
+    u[starts[0] :], v[starts[1] :] = 2.0, -0.25
+    stream = io.StringIO()
+    credited = dataclasses.replace(plain, turn_weights=u, turn_credits=v)
+    Display(stream).sample(credited, 0.5)
+    assert "advantage +0.50  of its turns +1.00 +0.75" in stream.getvalue()
 
 
 def sample_lines(*arguments, **options):

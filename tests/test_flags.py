@@ -129,7 +129,10 @@ REFUSED = {
     "rollout.group_size?",
     ("--config.kind=none",): "Did you mean env.tool_latency.kind or",
     ("--config.lr=1",): "lr is no setting. Did you mean optim.learning_rate or",
-    ("--config.kl_cof=1",): "kl_cof is no setting.",
+    ("--config.kl_cof=1",): "kl_cof is no setting. Did you mean loss.kl_coef?",
+    ("--config.loss.kl_cof=1",): "Did you mean loss.kl_coef",
+    ("--config.accumulator=float",): "is 'float', expected one of 'plain', 'exact'",
+    ("--config.loss.pass_k=2",): "loss.pass_k is 2 with loss.advantage 'mean_std'",
     ("--config.optim=1",): "names a group, expected one of its settings",
     ("--config.steps",): "steps has no value",
     ("--config.steps", "--json"): "steps has no value",
@@ -335,6 +338,7 @@ def test_other_errors_keep_their_traceback(file):
 
 @pytest.mark.smoke
 def test_print_config_says_what_set_every_setting_and_calls_nothing(file, capsys):
+    """Settings were in no list (rllm-org/rllm#250)."""
     given = (f"--config={file}", "--print_config", "--config.env.options.terms=5")
     status, calls = command_line(*given)
     rows = {}

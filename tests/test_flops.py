@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from thundersync_jax import mesh, objective, surrogate
-from thundersync_jax.config import ModelConfig
+from thundersync_jax.config import LossConfig, ModelConfig
 from thundersync_jax.models import layers, transformer
 from thundersync_jax.replica import Replica
 
@@ -30,7 +30,7 @@ TOKENS = 256
 DEVICES = 8
 OVERHEAD = 1.3  # what is not divided: norms, the gathered embedding
 REDUCTION = 1e-5  # float32 sums in another order
-POLICY = objective.policy_surrogate(MODEL, temperature=0.7)
+POLICY = objective.policy_surrogate(MODEL, temperature=0.7, loss=LossConfig())
 
 
 def parameters(fsdp, tensor):

@@ -1,5 +1,6 @@
 """Recorded trajectories: nothing is lost in the file, and `show` reads it."""
 
+import dataclasses
 import json
 import math
 import re
@@ -35,6 +36,11 @@ def trajectory(
     return Trajectory(key, ids, mask, logprobs, 2, stop, 7, reward, reason, times)
 
 
+def with_credit(one):
+    u, v = np.random.default_rng(0).normal(size=(2, len(one.ids))).astype(np.float32)
+    return dataclasses.replace(one, turn_weights=u, turn_credits=v)
+
+
 def assert_same(one, other):
     for field, value in vars(one).items():
         restored = getattr(other, field)
@@ -49,7 +55,7 @@ def test_everything_about_a_trajectory_is_restored(tmp_path):
     written = [
         trajectory(1, 0),
         trajectory(0, 1, reward=None, stop=StopReason.TIMEOUT),
-        trajectory(0, 0, reward=0.1),
+        with_credit(trajectory(0, 0, reward=0.1)),
     ]
     path = records.write_rollouts(tmp_path, 12, written, {(0, 0): 0.1 + 0.2})
     assert path == tmp_path / "rollouts" / "step_000012.jsonl"

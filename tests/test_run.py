@@ -1,14 +1,19 @@
 """What a run refuses before it begins, and what it survives."""
 
 import dataclasses
+import re
 
 import echo_task
+import jax
+import jax.numpy as jnp
 import pytest
 
-from thundersync_jax import train
+from thundersync_jax import memory, objective, train
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.metrics import read
 from thundersync_jax.run import Run
+from thundersync_jax.step import compile_all
+from thundersync_jax.types import TrajectoryKey
 from thundersync_jax.warm_start import demonstrations
 
 
@@ -61,6 +66,106 @@ def test_demonstrations_need_an_action(tmp_path):
         pytest.raises(ConfigError, match="has no action"),
     ):
         demonstrations(run)
+
+
+# One plain sum of these takes 1 MiB, an exact one three, and a byte per row.
+PARAMS = {"w": jnp.zeros((256, 1024))}
+GROUPS = "up to 4 open groups of"
+WORDS = "; at most three 32-bit words per parameter and sum"
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"release": "batch"}, ""),
+        (
+            {},
+            f"9.0 MiB of gradient sums per device: the batch and {GROUPS} 2 sums each",
+        ),
+        ({"loss.kl_coef": 0.1}, f"13.0 MiB .* the batch and {GROUPS} 3 sums each"),
+        ({"loss.kl_coef": 0.1, "partial_groups": "keep"}, "9.0 MiB .* 2 sums each"),
+        (
+            {"accumulator": "exact"},
+            f"30.0 MiB .* the batch, {GROUPS} 2 sums each and one for complete "
+            f"groups{WORDS}",
+        ),
+        (
+            {"accumulator": "exact", "release": "batch"},
+            f"6.0 MiB .* the batch and one for complete groups{WORDS}",
+        ),
+        (
+            {"loss.advantage": "batch_mean_std"},
+            "3.0 MiB .* the batch and 2 that all groups share",
+        ),
+        (
+            {"loss.advantage": "tracked_baseline"},
+            f"5.0 MiB .* the batch and {GROUPS} 1 sum each",
+        ),
+        ({"loss.advantage": "tracked_baseline", "partial_groups": "keep"}, ""),
+        (
+            {"open_groups": None, "group_sum_bytes": 5 * 2**20},
+            "5.0 MiB .* up to 2 open .*",
+        ),
+    ],
+)
+def test_start_up_line_says_what_the_sums_take(settings, said):
+    settings = {"release": "trajectory", "partial_groups": "drop"} | settings
+    config = echo_task.small(**settings)
+    found = memory.plan(config, objective.estimator(config.loss), PARAMS)
+    assert re.fullmatch(said, found.description)
+
+
+def test_exact_sums_of_one_group_that_do_not_fit_are_refused():
+    config = echo_task.small(accumulator="exact", group_sum_bytes=5 * 2**20)
+    with pytest.raises(ConfigError, match="group_sum_bytes .* take 6,291,968 bytes"):
+        memory.plan(config, objective.estimator(config.loss), PARAMS)
+
+
+def test_tasks_of_further_groups_follow_from_seed_step_and_number(tmp_path):
+    config = echo_task.small(
+        **{"uniform_groups": "replace", "rollout.replacement_groups": 9}
+    )
+
+    def few(env, seed):
+        return echo_task.tasks(train=7)
+
+    def ask(run, steps):
+        return {
+            (step, group): run.task(step, group)
+            for step in steps
+            for group in range(4 + 9)
+        }
+
+    with Run(config, tmp_path, few, lambda line: None) as run:
+        found = ask(run, (1, 2, 3))
+        for step in (1, 2, 3):
+            own = [job.task for job in run.train_jobs(step)]
+            assert own == [found[step, group] for group in range(4) for _ in range(4)]
+            # Those that are left, over and over.
+            left = len(set(run.tasks.train) - set(own))
+            further = [found[step, group] for group in range(4, 13)]
+            assert further == (9 * further[:left])[:9]
+            assert set(further).isdisjoint(own) and len(set(further)) == left
+            jobs = run.replacement_jobs(step, 5)
+            assert [job.key for job in jobs] == [
+                TrajectoryKey(step, 5, member) for member in range(4)
+            ]
+            assert {job.task for job in jobs} == {found[step, 5]}
+        assert len({tuple(found[step, g] for g in (4, 5, 6)) for step in (1, 2, 3)}) > 1
+        assert ask(run, (2, 1)).items() <= found.items()
+
+
+def test_reference_of_the_kl_is_asked_for_and_copied(tmp_path):
+    config = echo_task.small(**{"loss.kl_coef": 0.1})
+    said = []
+    with Run(config, tmp_path, echo_task.make, said.append) as run:
+        params = run.initial_params()
+        with pytest.raises(ValueError, match=r"loss\.kl_coef is 0\.1 .* set_reference"):
+            run.new_stream(params, 0)
+        run.set_reference(params)
+        jax.tree.map(lambda x: x.delete(), params)  # as an update does, which donates
+        compile_all(run, run.initial_params(), 0)
+    assert any("copy of the parameters" in line for line in said)
 
 
 class Fragile(echo_task.Echo):

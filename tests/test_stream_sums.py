@@ -4,10 +4,12 @@ Cases as in `test_stream_reports.py`: every release rule and several arrival ord
 give the one right number.
 """
 
+import itertools
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from toy_stream import EXACT, FAIL, MEAN, additive, every_way, weighted
+from toy_stream import EXACT, FAIL, MEAN, additive, every_way, feed, toy, weighted
 
 from thundersync_jax import GradientStream, advantages
 from thundersync_jax.schedule import RELEASES
@@ -156,9 +158,16 @@ def test_every_group_has_its_own_mean_and_scale(estimator, expected):
 
 
 def test_two_policy_versions_in_one_step_are_refused_with_both_numbers():
-    for known in (3, None):
+    for known, release, accumulator in itertools.product(
+        (3, None), RELEASES, ("plain", "exact")
+    ):
         stream = GradientStream(
-            weighted, {"x": jnp.zeros(())}, estimator=MEAN, policy_version=known
+            weighted,
+            {"x": jnp.zeros(())},
+            estimator=MEAN,
+            policy_version=known,
+            release=release,
+            accumulator=accumulator,
         )
         stream.open_group("a", 2)
         stream.complete("a", 0, {"s": 1.0}, policy_version=3)
@@ -195,3 +204,17 @@ def test_nearly_equal_rewards_keep_their_difference():
         estimator=advantages.mean_std(ddof=0, eps=1e-6),
     ):
         assert gradient == pytest.approx(40.839819, rel=1e-5)
+
+
+@pytest.mark.parametrize("accumulator", ["plain", "exact"])
+def test_members_at_their_baseline_leave_no_sums(accumulator):
+    """Each has advantage 0 and its group may still fail: nothing is there to fold."""
+    stream = toy(
+        estimator=advantages.fixed_baseline(1.0),
+        accumulator=accumulator,
+        denominator="none",
+    )
+    feed(stream, {"at it": [(1.0, 5.0)] * 3, "off it": [(1.0, 3.0), (0.0, 4.0)]})
+    gradient, report = stream.finish()
+    assert float(gradient["x"]) == -4.0
+    assert report.kept_members == 5

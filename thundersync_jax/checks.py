@@ -1,5 +1,6 @@
 """Checks of single values: each ends in one line with value, expectation, way out."""
 
+import dataclasses
 from typing import Any
 
 from thundersync_jax.errors import ConfigError
@@ -41,3 +42,32 @@ def share(group: Any, prefix: str, names: list[str]) -> None:
         way_out = f"Set {prefix}{name} to {value / 100 if 1 < value <= 100 else 0.5}."
         expected = "a share between 0 and 1"
         require(0 <= value <= 1, f"{prefix}{name} is {value}", expected, way_out)
+
+
+def effective(
+    group: Any, prefix: str, names: list[str], other: str, choices: tuple = ()
+) -> None:
+    """Requires fields to keep their defaults where another one makes them idle.
+
+    Args:
+      group: A dataclass.
+      prefix: Of its fields' names.
+      names: The fields.
+      other: The field they depend on.
+      choices: Values of it that use them; none given: any but 0.
+    """
+    given = getattr(group, other)
+    if given in choices or (given and not choices):
+        return
+    defaults = {field.name: field.default for field in dataclasses.fields(group)}
+    users = " and ".join(map(repr, choices)) if choices else f"{prefix}{other} above 0"
+    for name in names:
+        value, default = getattr(group, name), defaults[name]
+        shown = "none" if default is None else repr(default)
+        way_out = repr(choices[0]) if choices else "what you mean"
+        require(
+            value == default,
+            f"{prefix}{name} is {value!r} with {prefix}{other} {given!r}",
+            f"{shown}: only {users} {'use' if len(choices) > 1 else 'uses'} it",
+            f"Set {prefix}{name} to {shown} or {prefix}{other} to {way_out}.",
+        )

@@ -9,22 +9,35 @@ import itertools
 from dataclasses import field
 from typing import Any, Literal
 
-from thundersync_jax.checks import at_least_zero, positive, require, share
+from thundersync_jax import combinations
+from thundersync_jax.checks import (
+    at_least_zero,
+    effective,
+    positive,
+    require,
+    share,
+)
 from thundersync_jax.settings import check_types, is_frozen_dataclass
 
 Release = Literal["batch", "group", "trajectory"]
+Accumulator = Literal["plain", "exact"]
 PartialGroups = Literal["drop", "keep", "fail"]
+UniformGroups = Literal["keep", "drop", "replace"]
 ComputeDtype = Literal["float32", "bfloat16", "float64"]
 MatmulPrecision = Literal["default", "high", "highest"]
 Aggregation = Literal["sequence_mean", "token_mean", "constant"]
-Advantage = Literal["mean_std", "mean_only", "leave_one_out"]
+Advantage = Literal[
+    *("mean_std", "mean_only", "leave_one_out", "leave_one_out_std"),
+    *("batch_mean_std", "pass_at_k", "fixed_baseline", "tracked_baseline"),
+]
+KLEstimator = Literal["k1", "k2", "k3"]
+TurnCredit = Literal["none", "environment"]
 LatencyKind = Literal["none", "constant", "lognormal", "straggler"]
 CutActions = Literal["end", "run"]
 Sampler = Literal["own_device", "shared"]
 
-_BYTE_LEVEL_IDS = 262  # 256 bytes and the special tokens of rollout/tokenizer.py
 _MOST_STOP_IDS = 8  # what a turn may name in models/generation.py
-_END = 261  # of them, ends an action
+_END = 261  # of the byte-level tokenizer, ends an action
 _MIN_SLOTS = 4  # smaller decode batches compile to other programs: other sampled ids
 
 
@@ -96,39 +109,61 @@ class OptimConfig:
 
 @dataclasses.dataclass(frozen=True)
 class LossConfig:
-    """How tokens, trajectories and rewards are weighed."""
+    """How tokens, trajectories and rewards are weighed; README has the equations."""
 
     aggregation: Aggregation = "sequence_mean"  # over tokens; README has the numbers
     constant: float | None = None  # the divisor of aggregation "constant", in tokens
-    advantage: Advantage = "mean_std"  # the estimator of a group's advantages
-    std_ddof: int = 0  # of mean_std: 0 population, 1 sample standard deviation
-    std_eps: float = 1e-6  # of mean_std: added to the standard deviation
+    advantage: Advantage = "mean_std"  # how rewards become advantages
+    std_ddof: int = 0  # of the std estimators: 0 population, 1 sample deviation
+    std_eps: float = 1e-6  # of the std estimators: added to the deviation, in rewards
+    pass_k: int = 4  # of pass_at_k: attempts of which one has to succeed
+    baseline: float = 0.0  # reward of fixed_baseline; tracked_baseline begins with it
+    baseline_decay: float = 0.9  # of tracked_baseline: weight of the past per step
+    kl_coef: float = 0.0  # weight of the KL to the policy after the warm start
+    kl_estimator: KLEstimator = "k3"  # of that KL's value; its gradient is always right
+    entropy_coef: float = 0.0  # weight of the entropy bonus, per nat
+    length_penalty: float = 0.0  # reward that the longest possible trajectory loses
+    length_free_tokens: int = 0  # sampled tokens up to which a trajectory loses none
+    importance_cap: float | None = None  # of learner over sampler per token; none: off
+    turn_credit: TurnCredit = "none"  # a turn's own credit: refused, or as it is given
 
     def __post_init__(self):
         check_types(self, "loss.")
-        if self.aggregation == "constant":
-            require(
-                self.constant is not None,
-                "loss.constant is none with loss.aggregation 'constant'",
-                "the number of tokens to divide by",
-                "Set loss.constant, usually to rollout.context_tokens.",
-            )
-            positive(self, "loss.", ["constant"])
-        else:
-            require(
-                self.constant is None,
-                f"loss.constant is {self.constant} with loss.aggregation "
-                f"{self.aggregation!r}",
-                "none: only 'constant' uses it",
-                "Set loss.constant to none or loss.aggregation to 'constant'.",
-            )
+        require(
+            self.aggregation != "constant" or self.constant is not None,
+            "loss.constant is none with loss.aggregation 'constant'",
+            "the number of tokens to divide by",
+            "Set loss.constant, usually to rollout.context_tokens.",
+        )
         require(
             self.std_ddof in (0, 1),
             f"loss.std_ddof is {self.std_ddof}",
             "0 (population) or 1 (sample)",
             "Set loss.std_ddof to 0.",
         )
-        at_least_zero(self, "loss.", ["std_eps"])
+        share(self, "loss.", ["baseline_decay"])
+        at_least_zero(self, "loss.", ["std_eps", "kl_coef", "entropy_coef"])
+        at_least_zero(self, "loss.", ["length_penalty", "length_free_tokens"])
+        positive(self, "loss.", ["pass_k"])
+        if self.constant is not None:
+            positive(self, "loss.", ["constant"])
+        if self.importance_cap is not None:
+            positive(self, "loss.", ["importance_cap"], "Turn it off with none.")
+        std = ("mean_std", "leave_one_out_std", "batch_mean_std")
+        effective(self, "loss.", ["constant"], "aggregation", ("constant",))
+        effective(self, "loss.", ["std_ddof", "std_eps"], "advantage", std)
+        effective(self, "loss.", ["pass_k"], "advantage", ("pass_at_k",))
+        prior = ("fixed_baseline", "tracked_baseline")
+        effective(self, "loss.", ["baseline"], "advantage", prior)
+        effective(self, "loss.", ["baseline_decay"], "advantage", prior[1:])
+        effective(self, "loss.", ["kl_estimator"], "kl_coef")
+        effective(self, "loss.", ["length_free_tokens"], "length_penalty")
+
+    @property
+    def has_additive(self) -> bool:
+        """Whether the loss has a part that no advantage multiplies."""
+        credit = self.turn_credit == "environment"
+        return bool(self.kl_coef or self.entropy_coef or credit)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,6 +189,7 @@ class RolloutConfig:
     verify_concurrency: int = 32  # verifications running at a time
     attempts: int = 1  # tries of a trajectory whose environment fails
     failed_share_limit: float = 0.5  # larger shares of failed members stop the run
+    replacement_groups: int | None = None  # most per step; none: as many as a step has
 
     def __post_init__(self):
         check_types(self, "rollout.")
@@ -164,6 +200,8 @@ class RolloutConfig:
         sizes += ["verify_concurrency", "attempts"]
         positive(self, "rollout.", sizes)
         share(self, "rollout.", ["failed_share_limit"])
+        if self.replacement_groups is not None:
+            positive(self, "rollout.", ["replacement_groups"])
         require(
             self.slots >= _MIN_SLOTS,
             f"rollout.slots is {self.slots}",
@@ -186,6 +224,11 @@ class RolloutConfig:
         )
         for name in ("prefill_buckets", "gradient_buckets"):
             _check_buckets(name, getattr(self, name), self.context_tokens)
+
+    @property
+    def most_action_tokens(self) -> int:
+        """A bound on the sampled tokens of a trajectory."""
+        return min(self.turns * self.turn_tokens, self.context_tokens)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,7 +279,7 @@ class MeshConfig:
     fsdp: int = 1  # devices of a replica that share parameters and tokens
     tensor: int = 1  # devices of a replica that share heads and hidden units
     sampler: Sampler = "own_device"  # the sampler's device: its own, or the learner's
-    rows_per_call: int = 8  # trajectories of one call: final ones, or of equal reward
+    rows_per_call: int = 8  # trajectories of a call: final or of equal reward; exact: 1
 
     def __post_init__(self):
         check_types(self, "mesh.")
@@ -295,10 +338,11 @@ class Config:
     seed: int = 0  # of tasks, initial parameters, sampling and latencies
     steps: int = 100  # optimizer updates
     release: Release = "trajectory"  # when the gradient of a trajectory may start
-    accumulator: Literal["plain"] = "plain"  # float32 sums
+    accumulator: Accumulator = "plain"  # float32 sums; exact: bits know no order
     open_groups: int | None = 4  # groups with sums at a time; none: as many as fit
     group_sum_bytes: int | None = None  # per device, for those sums; none: device says
     partial_groups: PartialGroups = "drop"  # what a group with failed members does
+    uniform_groups: UniformGroups = "keep"  # what one does whose rewards are all equal
     model: ModelConfig = field(default_factory=ModelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     loss: LossConfig = field(default_factory=LossConfig)
@@ -317,60 +361,14 @@ class Config:
             at_least_zero(self, "", ["open_groups"])
         if self.group_sum_bytes is not None:
             positive(self, "", ["group_sum_bytes"])
-        _check_combinations(self)
-        _check_sharding(self)
+        combinations.check(self)
 
-
-def _check_combinations(config: Config) -> None:
-    if config.release == "trajectory":
-        require(
-            config.open_groups != 0,
-            "open_groups is 0 with release 'trajectory'",
-            "at least 1 group that may hold sums, or none to follow the memory",
-            "Set open_groups to 4 or release to 'group'.",
-        )
-    require(
-        config.rollout.group_size > 1,
-        f"rollout.group_size is 1 with loss.advantage {config.loss.advantage!r}",
-        "at least 2: the baseline of a group of one is its own reward",
-        "Set rollout.group_size to 8 or the like.",
-    )
-    require(
-        config.model.vocab_size >= _BYTE_LEVEL_IDS,
-        f"model.vocab_size is {config.model.vocab_size}",
-        f"at least the {_BYTE_LEVEL_IDS} ids of the byte-level tokenizer",
-        "Set model.vocab_size to 264.",
-    )
-    require(
-        max(config.rollout.stop_ids, default=0) < config.model.vocab_size,
-        f"rollout.stop_ids is {config.rollout.stop_ids} with model.vocab_size "
-        f"{config.model.vocab_size}",
-        "ids that can be sampled",
-        "Lower rollout.stop_ids or raise model.vocab_size.",
-    )
-    require(
-        config.warm_start.steps == 0 or _END in config.rollout.stop_ids,
-        f"rollout.stop_ids is {config.rollout.stop_ids} with warm_start.steps "
-        f"{config.warm_start.steps}",
-        f"{_END} among them: demonstrations end in it",
-        f"Add {_END} or set warm_start.steps to 0.",
-    )
-
-
-def _check_sharding(config: Config) -> None:
-    mesh, model, rollout = config.mesh, config.model, config.rollout
-    shared = [("mesh.fsdp", mesh.fsdp, "model.width", model.width)]
-    for bucket in rollout.gradient_buckets:
-        shared += [("mesh.fsdp", mesh.fsdp, "rollout.gradient_buckets", bucket)]
-    for name in ("heads", "kv_heads", "mlp_width"):
-        shared += [("mesh.tensor", mesh.tensor, f"model.{name}", getattr(model, name))]
-    for axis, devices, name, size in shared:
-        require(
-            size % devices == 0,
-            f"{axis} is {devices} with {size} in {name}",
-            f"a divisor of {size}: every device holds an equal part",
-            f"Change {axis} or {name}.",
-        )
+    @property
+    def most_replacements(self) -> int:
+        """How many groups a step may roll out in place of lost ones."""
+        if self.uniform_groups != "replace":
+            return 0
+        return self.rollout.replacement_groups or self.rollout.groups_per_step
 
 
 def _check_latency(prefix: str, latency: LatencyConfig) -> None:

@@ -11,6 +11,8 @@
     text                                  the ids as text, to look at only
     ids, loss_mask, logprobs              per token; the mask is 1 on sampled tokens,
                                           log-probabilities restore as float32 exactly
+    turn_weights, turn_credits            per token, or null where the environment gave
+                                          none
 """
 
 import dataclasses
@@ -192,6 +194,8 @@ def _to_line(
         "ids": np.asarray(trajectory.ids).tolist(),
         "loss_mask": np.asarray(trajectory.loss_mask).astype(int).tolist(),
         "logprobs": _float32_digits(trajectory.logprobs),
+        "turn_weights": _float32_digits(trajectory.turn_weights),
+        "turn_credits": _float32_digits(trajectory.turn_credits),
     }
 
 
@@ -200,12 +204,14 @@ def _from_line(line: dict[str, Any]) -> Record:
         key=_key(line),
         ids=np.asarray(line["ids"], np.int32),
         loss_mask=np.asarray(line["loss_mask"], bool),
-        logprobs=np.asarray(line["logprobs"], np.float32),
+        logprobs=_floats(line["logprobs"]),
         turns=_typed("turns", line, int),
         stop_reason=StopReason(line["stop_reason"]),
         policy_version=_typed("policy_version", line, int),
         reward=_typed("reward", line, int | float | None),
         reason=_typed("reason", line, str),
+        turn_weights=_floats(line.get("turn_weights")),
+        turn_credits=_floats(line.get("turn_credits")),
         times=_typed("times", line, dict),
     )
     for name in trajectory.times:
@@ -235,7 +241,15 @@ def _plain(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else float(value)
 
 
-def _float32_digits(values: Sequence[float] | np.ndarray) -> list[float | str]:
+def _floats(values: list[float | str] | None) -> np.ndarray | None:
+    return None if values is None else np.asarray(values, np.float32)
+
+
+def _float32_digits(
+    values: Sequence[float] | np.ndarray | None,
+) -> list[float | str] | None:
     """Shortest digits that restore each float32; JSON has no infinity but as text."""
+    if values is None:
+        return None
     texts = [str(value) for value in np.asarray(values, np.float32)]
     return [float(text) if math.isfinite(float(text)) else text for text in texts]

@@ -6,16 +6,18 @@ The commands share it. It decides nothing about the order of a run.
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from thundersync_jax import (
-    accumulator,
     buckets,
     devices,
+    memory,
     mesh,
     objective,
     state,
@@ -39,8 +41,6 @@ from thundersync_jax.workdir import claim, locked
 
 Tree = Any
 Factory = Callable[..., TaskSet]
-_CHANNELS = 2  # sums of an open group: the policy surrogate has no additive part
-_SHARE_OF_MEMORY = 0.25  # of a device, for group sums where nothing else is said
 
 
 class Run:
@@ -49,6 +49,7 @@ class Run:
     Attributes:
       latency_scale: What medians of lognormal latencies are multiplied by; a benchmark
         sets it.
+      baselines: Of the training tasks, by their index, for "tracked_baseline".
 
     Args:
       config: The settings.
@@ -80,14 +81,18 @@ class Run:
         self.placement = devices.place(config.mesh)
         self.optimizer = state.make_optimizer(config.optim)
         self.surrogate = objective.policy_surrogate(
-            config.model, config.rollout.temperature
+            config.model, config.rollout.temperature, config.loss
         )
         self.estimator = objective.estimator(config.loss)
+        self.baselines = objective.baselines(config.loss)
+        self._reference: Tree = None
+        self._order: tuple[int, list[int]] = (0, [])  # of the latest step asked for
         self.timeline = Timeline()
         self.clock = LearnerClock(self.timeline.add, lambda: self.pool.wake())
         params = self.initial_params()
-        self.open_groups = _open_groups(config, params)
-        self._introduce(params)
+        found = memory.plan(config, self.estimator, params)
+        self.open_groups = found.open_groups
+        self._introduce(params, found)
         self.engine = InProcessEngine(
             config.model,
             params,
@@ -134,11 +139,34 @@ class Run:
         """Hands the learner's parameters to the sampler; between steps only."""
         self.pool.update(params, version)
 
+    def set_reference(self, params: Tree) -> None:
+        """The policy that the KL penalty pulls towards: a copy, where it has weight."""
+        if self.config.loss.kl_coef:
+            self._reference = jax.tree.map(jnp.copy, params)
+
     def new_stream(
-        self, params: Tree, version: int, release: str | None = None, rows: int = 0
+        self,
+        params: Tree,
+        version: int,
+        release: str | None = None,
+        rows: int = 0,
+        accumulator: str | None = None,
     ) -> GradientStream:
-        """A stream for one step of this run's loss."""
+        """A stream for one step of this run's loss.
+
+        Args:
+          params: Of the policy.
+          version: Theirs.
+          release: None for the config's, as the rest.
+          rows: Trajectories per call; 0 for the config's.
+          accumulator: "plain" or "exact".
+        """
         config = self.config
+        if config.loss.kl_coef and self._reference is None:
+            raise ValueError(
+                f"loss.kl_coef is {config.loss.kl_coef} and there is no reference "
+                "policy; call warm_start, or set_reference with its parameters"
+            )
         return GradientStream(
             self.surrogate,
             params,
@@ -147,6 +175,10 @@ class Run:
             release=release or config.release,
             open_groups=self.open_groups,
             partial_groups=config.partial_groups,
+            # Rolling out others instead is the step's business.
+            uniform_groups="keep" if config.uniform_groups == "keep" else "drop",
+            accumulator=accumulator or config.accumulator,
+            frozen=self._reference,
             policy_version=version,
             rows_per_call=rows or config.mesh.rows_per_call,
             pad_last=False,  # both programs are compiled beforehand
@@ -159,14 +191,60 @@ class Run:
         lengths = self.config.rollout.gradient_buckets
         return objective.sample(trajectory, self.config.loss, lengths)
 
+    def empty_sample(self, length: int) -> buckets.Padded:
+        """A sample of so many tokens, one of the gradient buckets, that trains none."""
+        return objective.empty_sample(length, self.config.loss)
+
+    def shaped_reward(self, trajectory: Trajectory) -> float:
+        """The reward that advantages follow from; filters look at the raw one."""
+        return objective.shaped_reward(
+            trajectory, self.config.loss, self.config.rollout.most_action_tokens
+        )
+
     def train_jobs(self, step: int) -> list[Job]:
         """The rollouts of a step, counted from 1: each task `group_size` times."""
-        rollout = self.config.rollout
-        groups = rollout.groups_per_step
-        chosen = task_order.take(
-            self.tasks.train, self.config.seed, (step - 1) * groups, groups
-        )
-        return make_jobs("train", step, chosen, rollout.group_size)
+        groups = range(self.config.rollout.groups_per_step)
+        return [job for group in groups for job in self._jobs(step, group)]
+
+    def replacement_jobs(self, step: int, group: int) -> list[Job]:
+        """The rollouts of a group that replaces a lost one.
+
+        Args:
+          step: From 1.
+          group: From `rollout.groups_per_step` on, `config.most_replacements` many.
+        """
+        return self._jobs(step, group)
+
+    def task(self, step: int, group: int) -> Any:
+        """The task of a group: a function of (seed, step, group)."""
+        return self.tasks.train[self._task_index(step, group)]
+
+    def group_baseline(self, step: int, group: int) -> float:
+        """What is subtracted from the rewards of a group, 0 unless it is tracked."""
+        if self.config.loss.advantage != "tracked_baseline":
+            return 0.0
+        return self.baselines.value(self._task_name(step, group))
+
+    def track_baselines(self, trajectories: Sequence[Trajectory]) -> None:
+        """Lets the baselines follow a step's trajectories, once it has ended.
+
+        They follow the shaped rewards, since from these they are subtracted: an average
+        of raw ones would push every trajectory down by the usual length penalty.
+
+        Args:
+          trajectories: Those that count.
+        """
+        if self.config.loss.advantage != "tracked_baseline":
+            return
+        rewards: dict[str, list[float]] = {}
+        for one in trajectories:
+            name = self._task_name(one.key.step, one.key.group)
+            rewards.setdefault(name, []).append(self.shaped_reward(one))
+        self.baselines.update(rewards)
+
+    def restore_baselines(self, state: dict[str, Any]) -> None:
+        """Puts the baselines back to where `baselines.state()` was taken."""
+        self.baselines = objective.baselines(self.config.loss, state)
 
     def heldout_jobs(
         self, phase: str, step: int, questions: int, samples: int
@@ -174,19 +252,38 @@ class Run:
         """Rollouts of the first held-out questions."""
         return make_jobs(phase, step, self.tasks.heldout[:questions], samples)
 
-    def _introduce(self, params: Tree) -> None:
+    def _jobs(self, step: int, group: int) -> list[Job]:
+        task = self.task(step, group)
+        return [
+            Job(TrajectoryKey(step, group, member), task)
+            for member in range(self.config.rollout.group_size)
+        ]
+
+    def _task_name(self, step: int, group: int) -> str:
+        return str(self._task_index(step, group))
+
+    def _task_index(self, step: int, group: int) -> int:
+        """Where the task of a group is in the training tasks."""
+        if self._order[0] != step:
+            tasks, seed = len(self.tasks.train), self.config.seed
+            groups = self.config.rollout.groups_per_step
+            start, most = (step - 1) * groups, self.config.most_replacements
+            order = task_order.take(range(tasks), seed, start, groups)
+            further = task_order.replacements(tasks, seed, step, order)
+            order += itertools.islice(itertools.cycle(further), most)
+            self._order = step, order
+        return self._order[1][group]
+
+    def _introduce(self, params: Tree, found: memory.SumMemory) -> None:
         """Says what runs where, and what streaming costs in memory."""
         shape, sampler = self.placement.mesh.shape, self.placement.sampler
         count = sum(x.size for x in jax.tree.leaves(params))
         axes = " x ".join(f"{name} {size}" for name, size in shape.items())
         self.on_line(f"{count:,} parameters; learner on {axes}, sampler on {sampler}")
-        if self.config.release != "trajectory":
-            return
-        sums = accumulator.bytes_per_device(params) * (1 + _CHANNELS * self.open_groups)
-        self.on_line(
-            f"{sums / 2**20:,.1f} MiB of gradient sums per device: the batch and up to "
-            f"{self.open_groups} open groups of {_CHANNELS} sums each"
-        )
+        if found.description:
+            self.on_line(found.description)
+        if self.config.loss.kl_coef:
+            self.on_line("one more copy of the parameters: the reference of the KL")
 
     def _environment(self, key: TrajectoryKey) -> Environment:
         environment = self.tasks.environment()
@@ -215,30 +312,6 @@ def make_jobs(phase: str, step: int, tasks: Sequence[Any], members: int) -> list
         for group, task in enumerate(tasks)
         for member in range(members)
     ]
-
-
-def _open_groups(config: Config, params: Tree) -> int:
-    """How many groups may hold sums: what the config asks for, as far as it fits.
-
-    Under batch and group release it is what comparisons with trajectory release use.
-    """
-    one = _CHANNELS * accumulator.bytes_per_device(params)
-    budget = config.group_sum_bytes
-    if budget is None:
-        memory = jax.tree.leaves(params)[0].addressable_shards[0].device.memory_stats()
-        budget = int((memory or {}).get("bytes_limit", 0) * _SHARE_OF_MEMORY) or None
-    wished = config.open_groups or config.rollout.groups_per_step
-    if budget is None and config.open_groups is None:
-        raise ConfigError(
-            "open_groups is none and the device does not tell its memory; set "
-            f"open_groups, or group_sum_bytes at {one:,} bytes a group"
-        )
-    if budget is not None and budget < one:
-        raise ConfigError(
-            f"group_sum_bytes is {budget:,} and the sums of one open group take "
-            f"{one:,} bytes per device; raise it, or shard over mesh.fsdp"
-        )
-    return wished if budget is None else min(wished, budget // one)
 
 
 def _checked(tasks: TaskSet, config: Config) -> TaskSet:

@@ -140,7 +140,9 @@ class PlainSums:
             scale, offset = line(table, centre, farthest)
             numbers = [offset, scale]
         for replica in fold.replicas:
-            units = self._units.pop((replica, fold.place))
+            units = self._units.pop((replica, fold.place), None)
+            if units is None:  # every gradient there had the coefficient 0
+                continue
             # The sum of additive gradients, if there is one, counts as it is.
             parts = np.ones(len(units))
             parts[: len(numbers)] = numbers

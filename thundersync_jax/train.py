@@ -7,6 +7,7 @@ all rewards of every group equal) updates nothing: parameters, optimizer state a
 policy version stay, the step counts.
 """
 
+import collections
 import gc
 import time
 from collections.abc import Sequence
@@ -21,9 +22,10 @@ from thundersync_jax.config import Config
 from thundersync_jax.display import Display, ReleaseRow, StepRow
 from thundersync_jax.evaluate import Evaluation, heldout
 from thundersync_jax.flags import run as run_command
+from thundersync_jax.ledger import Report
 from thundersync_jax.metrics import Metrics, Sink, read
 from thundersync_jax.progress import RunProgress
-from thundersync_jax.records import write_rollouts
+from thundersync_jax.records import known_mean, write_rollouts
 from thundersync_jax.run import Factory, Run
 from thundersync_jax.step import Step, compile_all, conclude, run_step
 from thundersync_jax.timeline import write_chrome_trace
@@ -35,10 +37,11 @@ _CLOSING_TRIES = 3  # steps, until one has a gradient to compare
 _SHOWN_FAILURES = 3  # of a step; its trajectories' file has all
 # Metrics that are fields of the stream's report.
 _FROM_REPORT = (
-    *("reward_mean", "loss", "gradient_norm", "tokens", "streamed_share", "compiles"),
-    *("kept_groups", "dropped_groups", "short_groups", "uniform_groups"),
+    *("loss", "gradient_norm", "tokens", "streamed_share", "compiles"),
+    *("kept_groups", "dropped_groups", "filtered_groups"),
+    *("short_groups", "uniform_groups"),
     *("kept_members", "failed_members", "invalid_rewards"),
-    *("direct", "streamed", "waited", "skipped"),
+    *("direct", "streamed", "waited", "waited_for_bucket", "skipped"),
 )
 
 
@@ -77,6 +80,7 @@ def train(
         start = checkpoints.latest() or 0
         if start:
             now, facts = checkpoints.restore(start, now)
+            run.restore_baselines(facts["baselines"])
             display.line(f"resumed after step {start}")
         clock = _Clock(facts["elapsed_secs"])
         update = state.Update(run.optimizer, config.optim.clip_norm, now)
@@ -103,6 +107,7 @@ def train(
                 metrics.write(step, scalars | {"elapsed_secs": clock.secs})
                 if _due(step, config.checkpoint.every_steps, config.steps):
                     facts = {"version": version, "elapsed_secs": clock.secs}
+                    facts["baselines"] = run.baselines.state()
                     checkpoints.save(step, now, facts)
         checkpoints.wait()
         _close(run, display, now, version, warm.history)
@@ -121,6 +126,7 @@ def _step(run, display, progress, update, now, version, step):
     now, version, clipped = conclude(run, update, now, done, version)
     end = time.monotonic()
     progress.end(counts)
+    run.track_baselines([t for t in done.trajectories if t.key[1:3] in done.advantages])
     write_rollouts(run.workdir, step, done.trajectories, done.advantages)
     spans = run.timeline.spans(since=done.start_secs)
     timing = step_timing(spans, done.start_secs, end, run.config.mesh.replica)
@@ -135,13 +141,15 @@ def _scalars(
     config: Config, done: Step, timing: StepTiming, version: int, clipped: float
 ) -> dict[str, float]:
     report, trajectories = done.report, done.trajectories
+    # Of the verdicts themselves: the stream was told of them less their penalties.
     rewards = [t.reward for t in trajectories if t.reward is not None]
-    return {name: getattr(report, name) for name in _FROM_REPORT} | {
+    return _from_report(report) | {
         "step_secs": timing.step_secs,
         "rollout_secs": timing.rollout_secs,
         "learner_secs": timing.learner_secs,
         "learner_busy_share": 1.0 - timing.idle_fraction,
         "tail_secs": timing.tail_secs,
+        "reward_mean": known_mean(rewards).mean,
         "success_share": _mean([r == 1.0 for r in rewards]),
         "gradient_norm_clipped": clipped,
         "learning_rate": float(state.learning_rate(config.optim, version)),
@@ -151,6 +159,20 @@ def _scalars(
         "staleness_max": max(
             (version - t.policy_version for t in trajectories), default=0
         ),
+    }
+
+
+def _from_report(report: Report) -> dict[str, float]:
+    """Its fields, and its sums over tokens as means."""
+    found = {name: getattr(report, name) for name in _FROM_REPORT}
+    for name, total in report.metrics.items():  # over the kept members
+        found[name] = total / (report.tokens or np.nan)
+    sums = collections.defaultdict(lambda: np.nan, report.diagnostics)
+    tokens = sums["mismatch_tokens"] or np.nan  # of the gradients that were computed
+    return found | {
+        "mismatch_mean": sums["mismatch_abs_log_ratio"] / tokens,
+        "mismatch_max": sums["mismatch_max_abs_log_ratio"],
+        "mismatch_kl": sums["mismatch_kl"] / tokens,
     }
 
 

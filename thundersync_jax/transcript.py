@@ -23,6 +23,9 @@ def title(trajectory: Trajectory, advantage: float | None) -> Text:
     facts = [f"reward {tables.number(trajectory.reward)}"]
     if advantage is not None:
         facts.append(f"advantage {tables.signed(advantage)}")
+        if trajectory.turn_credits is not None:
+            turns = " ".join(map(tables.signed, _of_turns(trajectory, advantage)))
+            facts.append(f"of its turns {turns}")
     turns = f"{trajectory.turns} turn" + ("" if trajectory.turns == 1 else "s")
     tokens = f"{len(trajectory.ids)} tokens, {trajectory.action_tokens} trained"
     facts += [trajectory.stop_reason.value.replace("_", " "), turns, tokens]
@@ -85,6 +88,14 @@ def printable(text: str) -> str:
 
 def _spell(letter: str) -> str:
     return letter.encode("unicode_escape").decode("ascii")
+
+
+def _of_turns(trajectory: Trajectory, advantage: float) -> list[float]:
+    """A u + v of each action, at its first token."""
+    mask = np.asarray(trajectory.loss_mask, int)
+    first = np.flatnonzero(np.diff(mask, prepend=0) == 1)
+    weights, credits = trajectory.turn_weights, trajectory.turn_credits
+    return [float(v) for v in advantage * weights[first] + credits[first]]
 
 
 def _middle_out(lines: list[Text], most: int | None) -> list[Text]:

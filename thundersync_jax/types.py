@@ -77,6 +77,9 @@ class Trajectory:
       reason: One line where it failed, else empty.
       times: Seconds on the pool's clock by name: "queued", "started", "completed",
         "verified".
+      turn_weights: float32[T], u of `Observation.weight` on the tokens of an action
+        and 1 elsewhere; None where the environment gave neither weight nor credit.
+      turn_credits: float32[T], v of `Observation.credit` and 0; None likewise.
     """
 
     key: TrajectoryKey
@@ -89,6 +92,8 @@ class Trajectory:
     reward: float | None = None
     reason: str = ""
     times: dict[str, float] = dataclasses.field(default_factory=dict)
+    turn_weights: np.ndarray | None = None
+    turn_credits: np.ndarray | None = None
 
     def __post_init__(self):
         lengths = len(self.ids), len(self.loss_mask), len(self.logprobs)
@@ -98,6 +103,13 @@ class Trajectory:
                 f"{lengths[0]}, {lengths[1]} and {lengths[2]}; they must be equal. "
                 "Record every token with its mask, never cut one of them."
             )
+        for name in ("turn_weights", "turn_credits"):
+            values = getattr(self, name)
+            if values is not None and len(values) != lengths[0]:
+                raise ValueError(
+                    f"trajectory {self.key}: {name} has length {len(values)} with "
+                    f"{lengths[0]} ids; give every token its number, or none at all."
+                )
 
     @property
     def action_tokens(self) -> int:

@@ -76,6 +76,8 @@ def demonstrations(run: Run) -> dict[str, np.ndarray]:
 def warm_start(run: Run, params: Tree, checkpoints: Checkpoints) -> WarmStart:
     """Trains on demonstrations, or takes up where an interrupted warm start was.
 
+    Its policy is the run's reference from then on, in every process of the run.
+
     Args:
       run: Its tasks demonstrate; its sampler measures.
       params: Random parameters; donated.
@@ -128,6 +130,7 @@ def warm_start(run: Run, params: Tree, checkpoints: Checkpoints) -> WarmStart:
         )
         checkpoints.save(step, now, facts)
     checkpoints.wait()
+    run.set_reference(now.params)
     history = [tuple(point) for point in facts["history"]]
     return WarmStart(now.params, step, facts["elapsed_secs"], history)
 

@@ -27,10 +27,21 @@ class Action:
 
 @dataclasses.dataclass(frozen=True)
 class Observation:
-    """What the environment answers: `text` for the policy, or `done`."""
+    """What the environment answers: `text` for the policy, or `done`.
+
+    Attributes:
+      text: Shown to the policy.
+      done: Whether the trajectory ends here.
+      credit: v of the action it answers. Under `loss.turn_credit` "environment" the
+        tokens of that action have the advantage A u + v, where A is their
+        trajectory's; in units of A. Under "none" a run ends at the first one given.
+      weight: u of that action.
+    """
 
     text: str = ""
     done: bool = False
+    credit: float = 0.0
+    weight: float = 1.0
 
 
 class Environment(Protocol):

@@ -151,6 +151,7 @@ class Agent:
                 length = limits.turn_tokens <= room
                 return StopReason.LENGTH if length else StopReason.CONTEXT_OVERFLOW
             observation = await self._step(turn, action)
+            self.recorder.credit(float(observation.weight), float(observation.credit))
             if observation.done:
                 return StopReason.FINISHED
             if turn + 1 == limits.turns:
@@ -211,6 +212,14 @@ class Agent:
         )
         observation = _expect(observation, Observation, self.doing, "an Observation")
         _expect(observation.text, str, self.doing, "an Observation with text")
+        for name in ("weight", "credit"):
+            value = getattr(observation, name)
+            if _finite(value) is None:
+                raise Stopped(
+                    StopReason.ENVIRONMENT_ERROR,
+                    f"{self.doing} returned an Observation with {name} "
+                    f"{_short(value)}, expected a finite number",
+                )
         return observation
 
     async def _command(

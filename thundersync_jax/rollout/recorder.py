@@ -11,6 +11,8 @@ import numpy as np
 
 from thundersync_jax.types import StopReason, Trajectory, TrajectoryKey
 
+_NO_CREDIT = (1.0, 0.0)
+
 
 class Recorder:
     """The token sequence of one attempt, while it grows."""
@@ -29,6 +31,7 @@ class Recorder:
         self._ids: list[np.ndarray] = []
         self._logprobs: list[np.ndarray] = []
         self._trained: list[bool] = []
+        self._credits: list[tuple[float, float]] = []  # (u, v) of each piece
         self._append(self._checked("prompt", prompt_ids))
 
     def action(
@@ -68,6 +71,11 @@ class Recorder:
         """Appends tokens that came from the environment; they are never trained."""
         self._append(self._checked("observation", ids))
 
+    def credit(self, weight: float, credit: float) -> None:
+        """Gives the latest action the advantage A * weight + credit."""
+        last = len(self._trained) - 1 - self._trained[::-1].index(True)
+        self._credits[last] = weight, credit
+
     def trajectory(
         self,
         stop_reason: StopReason,
@@ -76,6 +84,10 @@ class Recorder:
     ) -> Trajectory:
         """Returns what was recorded so far."""
         lengths = [len(ids) for ids in self._ids]
+        given = any(pair != _NO_CREDIT for pair in self._credits)
+        weights, credits = np.repeat(
+            np.asarray(self._credits, np.float32), lengths, axis=0
+        ).T
         return Trajectory(
             key=self.key,
             ids=np.concatenate(self._ids),
@@ -85,12 +97,15 @@ class Recorder:
             stop_reason=stop_reason,
             policy_version=self.policy_version,
             reason=reason,
+            turn_weights=weights if given else None,
+            turn_credits=credits if given else None,
             times=dict(times or {}),
         )
 
     def _append(self, ids: np.ndarray, logprobs: np.ndarray | None = None) -> None:
         self._ids.append(ids)
         self._trained.append(logprobs is not None)
+        self._credits.append(_NO_CREDIT)
         if logprobs is None:
             logprobs = np.zeros(len(ids), np.float32)
         self._logprobs.append(logprobs)

@@ -1,0 +1,142 @@
+"""Checks of settings against each other, before any device work.
+
+What a group of settings knows by itself it checks by itself (`config.py`); here is what
+two groups have to agree on.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from thundersync_jax.checks import require
+
+if TYPE_CHECKING:
+    from thundersync_jax.config import Config
+
+_BYTE_LEVEL_IDS = 262  # 256 bytes and the special tokens of rollout/tokenizer.py
+_END = 261  # of them, ends an action
+MOST_ADDENDS = 8191  # of a sum in ops/exact_sum.py, which this file must not import
+# Members of a group that an estimator needs to tell one reward from another.
+_LEAST_MEMBERS = {
+    "batch_mean_std": 1,
+    "fixed_baseline": 1,
+    "tracked_baseline": 1,
+    "leave_one_out_std": 3,
+}
+
+
+def check(config: Config) -> None:
+    """Raises a ConfigError where settings contradict each other.
+
+    Also where one would have no effect: an accepted setting is a setting that acts.
+    """
+    _check_groups(config)
+    _check_exact(config)
+    _check_tokens(config)
+    _check_sharding(config)
+
+
+def _check_groups(config: Config) -> None:
+    loss, size = config.loss, config.rollout.group_size
+    if config.release == "trajectory":
+        require(
+            config.open_groups != 0,
+            "open_groups is 0 with release 'trajectory'",
+            "at least 1 group that may hold sums, or none to follow the memory",
+            "Set open_groups to 4 or release to 'group'.",
+        )
+    least = _LEAST_MEMBERS.get(loss.advantage, 2)
+    require(
+        size >= least,
+        f"rollout.group_size is {size} with loss.advantage {loss.advantage!r}",
+        f"at least {least}: with fewer members every advantage is 0",
+        "Set rollout.group_size to 8 or the like.",
+    )
+    require(
+        loss.advantage != "pass_at_k" or loss.pass_k <= size,
+        f"loss.pass_k is {loss.pass_k} with rollout.group_size {size}",
+        "no more attempts than a group has",
+        "Lower loss.pass_k or raise rollout.group_size.",
+    )
+    require(
+        config.uniform_groups == "keep" or size > 1,
+        f"uniform_groups is {config.uniform_groups!r} with rollout.group_size {size}",
+        "'keep': the reward of a group of one is always equal to itself",
+        "Set uniform_groups to 'keep' or raise rollout.group_size.",
+    )
+    most = config.rollout.most_action_tokens
+    require(
+        loss.length_free_tokens < most,
+        f"loss.length_free_tokens is {loss.length_free_tokens} with at most {most} "
+        "sampled tokens (rollout.turns times rollout.turn_tokens)",
+        "fewer, or loss.length_penalty would never be taken off",
+        f"Lower loss.length_free_tokens to {most // 2} or the like.",
+    )
+    replacements = config.rollout.replacement_groups
+    require(
+        config.uniform_groups == "replace" or replacements is None,
+        f"rollout.replacement_groups is {replacements} with uniform_groups "
+        f"{config.uniform_groups!r}",
+        "none: only 'replace' uses it",
+        "Set rollout.replacement_groups to none or uniform_groups to 'replace'.",
+    )
+
+
+def _check_exact(config: Config) -> None:
+    if config.accumulator != "exact":
+        return
+    require(
+        config.model.dtype != "float64",
+        "accumulator is 'exact' with model.dtype 'float64'",
+        "gradients of 32 bits: exact sums cut an addend into three integers",
+        "Set accumulator to 'plain' or model.dtype to 'float32'.",
+    )
+    rollout = config.rollout
+    # A lost group is replaced by one other: a step sums no more than it asked for.
+    addends = rollout.groups_per_step * rollout.group_size
+    both = " twice, for the loss has a part without advantage"
+    twice = config.loss.has_additive
+    require(
+        addends * (1 + twice) <= MOST_ADDENDS,
+        f"accumulator is 'exact' with {addends} trajectories per step{both * twice}",
+        f"at most {MOST_ADDENDS} addends, which is what 32-bit integers hold",
+        "Lower rollout.groups_per_step, or set accumulator to 'plain'.",
+    )
+
+
+def _check_tokens(config: Config) -> None:
+    ids, vocab_size = config.rollout.stop_ids, config.model.vocab_size
+    require(
+        vocab_size >= _BYTE_LEVEL_IDS,
+        f"model.vocab_size is {vocab_size}",
+        f"at least the {_BYTE_LEVEL_IDS} ids of the byte-level tokenizer",
+        "Set model.vocab_size to 264.",
+    )
+    require(
+        max(ids, default=0) < vocab_size,
+        f"rollout.stop_ids is {ids} with model.vocab_size {vocab_size}",
+        "ids that can be sampled",
+        "Lower rollout.stop_ids or raise model.vocab_size.",
+    )
+    require(
+        config.warm_start.steps == 0 or _END in ids,
+        f"rollout.stop_ids is {ids} with warm_start.steps {config.warm_start.steps}",
+        f"{_END} among them: demonstrations end in it",
+        f"Add {_END} or set warm_start.steps to 0.",
+    )
+
+
+def _check_sharding(config: Config) -> None:
+    mesh, model, rollout = config.mesh, config.model, config.rollout
+    shared = [("mesh.fsdp", mesh.fsdp, "model.width", model.width)]
+    for bucket in rollout.gradient_buckets:
+        shared += [("mesh.fsdp", mesh.fsdp, "rollout.gradient_buckets", bucket)]
+    for name in ("heads", "kv_heads", "mlp_width"):
+        shared += [("mesh.tensor", mesh.tensor, f"model.{name}", getattr(model, name))]
+    for axis, devices, name, size in shared:
+        require(
+            size % devices == 0,
+            f"{axis} is {devices} with {size} in {name}",
+            f"a divisor of {size}: every device holds an equal part",
+            f"Change {axis} or {name}.",
+        )
