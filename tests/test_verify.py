@@ -1,13 +1,14 @@
 """The verify command: what it proves, and that it can fail."""
 
+import dataclasses
+
 import echo_task
 import jax
 import numpy as np
 import pytest
 
-from thundersync_jax import comparison, live
+from thundersync_jax import comparison, live, sums
 from thundersync_jax import verify as verify_module
-from thundersync_jax.coefficients import Coefficients
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.run import Run
 from thundersync_jax.types import StopReason, Trajectory, TrajectoryKey
@@ -28,25 +29,26 @@ def workdir(tmp_path_factory):
     return tmp_path_factory.mktemp("verify")
 
 
-def test_release_rules_agree_with_batch(workdir):
-    result = verify(CONFIG, workdir, steps=2)
+def test_release_rules_and_orders_agree_with_batch(workdir):
+    result = verify(CONFIG, workdir, steps=2, orders=2)
     assert result["passed"], result
     assert 0 < result["max_relative_difference"] <= 1e-5
     assert 0 < result["control_relative_difference"] <= 1e-5
     assert result["nonzero_groups"] >= 0.5
     assert result["streamed_share"] >= 0.5
-    assert set(result["sha256"]) == {"batch", "group", "trajectory"}
+    names = {"batch", "group", "trajectory", "order 1", "order 2"}
+    assert set(result["sha256"]) == names
 
 
 @pytest.mark.parametrize("factor", [0.9, 1.0001])
 def test_a_wrong_baseline_fails(workdir, monkeypatch, factor):
-    right = Coefficients.close
+    right = sums.line
 
-    def wrong(self, *arguments):
-        offset, scale = right(self, *arguments)
-        return np.array([offset * factor, scale])
+    def wrong(*arguments):
+        scale, offset = right(*arguments)
+        return scale, offset * factor
 
-    monkeypatch.setattr(Coefficients, "close", wrong)
+    monkeypatch.setattr(sums, "line", wrong)
     result = verify(CONFIG, workdir, steps=1)
     assert not result["passed"]
     assert not result["untested"]
@@ -56,9 +58,9 @@ def test_a_wrong_baseline_fails(workdir, monkeypatch, factor):
 def test_without_streaming_it_is_untested(workdir, monkeypatch):
     right = comparison.replay
 
-    def grouped(run, params, events, release, rows=0):
+    def grouped(run, params, events, release, *rest, **named):
         release = "group" if release == "trajectory" else release
-        return right(run, params, events, release, rows)
+        return right(run, params, events, release, *rest, **named)
 
     monkeypatch.setattr(comparison, "replay", grouped)
     result = verify(CONFIG, workdir, steps=1)
@@ -76,11 +78,8 @@ def judged(difference=2e-7, control=1e-7, nonzero=1.0, streamed=1.0):
         differences={"batch": 0.0, "trajectory": difference},
         streamed_shares={"batch": 0.0, "trajectory": streamed},
     )
-    variants = [
-        verify_module._Variant(release, updated={"x": np.ones(2)})
-        for release in ("batch", "trajectory")
-    ]
-    return verify_module._judge(variants, [point])
+    updated = verify_module._Updated({"x": np.ones(2)})
+    return verify_module._judge({"batch": updated, "trajectory": updated}, [point])
 
 
 @pytest.mark.parametrize(
@@ -104,6 +103,9 @@ def test_unknown_rules_and_missing_batch_are_refused(tmp_path):
     for releases in (("batch", "turn"), ("group", "trajectory"), ()):
         with pytest.raises(ConfigError, match="batch included"):
             verify(CONFIG, tmp_path, releases=releases)
+    for numbers in ({"steps": 0}, {"orders": -1}):
+        with pytest.raises(ConfigError, match="at least 1 step, no fewer than 0 "):
+            verify(CONFIG, tmp_path, **numbers)
 
 
 def test_last_rewards_come_late_within_what_may_be_open():
@@ -120,6 +122,36 @@ def test_last_rewards_come_late_within_what_may_be_open():
         for group in groups:
             assert len({t.key.member for _, t in early if t.key.group == group}) == 3
             assert len({t.key.member for _, t in late if t.key.group == group}) == 1
+
+
+def test_every_random_order_is_another_one_in_every_step():
+    """Rewards come before tokens and after, and groups are mixed."""
+    given = [_trajectory(g, m) for g in range(3) for m in range(4)]
+    failed = dataclasses.replace(given[5], stop_reason=StopReason.TIMEOUT, reward=None)
+    given[5] = failed
+    *rules, first, second = comparison.variants(("batch", "group", "trajectory"), 2)
+    assert [rule.order for rule in rules] == [0, 0, 0]
+    assert [one.rush for one in (*rules, first, second)] == [False] * 4 + [True]
+    found = {}
+    for variant in (first, second):
+        for step in (1, 2):
+            events = variant.events(given, seed=0, step=step, window=1)
+            again = variant.events(given, seed=0, step=step, window=1)
+            assert _names(events) == _names(again)
+            assert sorted(_names(events)) == sorted(_names(comparison.in_order(given)))
+            places = {name: at for at, name in enumerate(_names(events))}
+            early = [
+                places["reward", key] < places["complete", key]
+                for kind, key in places
+                if kind == "reward"
+            ]
+            assert 0 < sum(early) < len(early)
+            found[tuple(_names(events))] = None
+    assert len(found) == 4
+
+
+def _names(events):
+    return [(kind, trajectory.key) for kind, trajectory in events]
 
 
 def test_same_ids_live_under_every_release_rule(tmp_path):

@@ -24,6 +24,54 @@ _POLL_SECS = 0.0005
 
 
 @dataclasses.dataclass(frozen=True)
+class Variant:
+    """One way in which the trajectories of a step may come to a stream.
+
+    Attributes:
+      name: Of the release rule or the order.
+      release: The release rule.
+      order: 0 for the rule's own order: under batch release that of the members, else
+        one in which every group's last reward is late. Otherwise which of the random
+        ones; every second of them comes in one rush, so that work piles up.
+    """
+
+    name: str
+    release: str
+    order: int = 0
+
+    @property
+    def rush(self) -> bool:
+        """Whether the stream gets no time between events."""
+        return self.order > 0 and self.order % 2 == 0
+
+    def events(
+        self, trajectories: Sequence[Trajectory], seed: int, step: int, window: int
+    ) -> list[Event]:
+        """The order of arrival in a step, another one in each.
+
+        Args:
+          trajectories: All of the step.
+          seed: Of the run.
+          step: Which step.
+          window: Groups that may hold sums at a time.
+        """
+        if self.order:
+            rng = np.random.default_rng((seed, step, self.order))
+            return interleaved(trajectories, rng)
+        if self.release == "batch":
+            return in_order(trajectories)
+        rng = np.random.default_rng((seed, step))
+        return last_rewards_late(trajectories, rng, window)
+
+
+def variants(releases: Sequence[str], orders: int) -> list[Variant]:
+    """The release rules, then random orders of arrival under trajectory release."""
+    rules = [Variant(release, release) for release in releases]
+    numbers = range(1, orders + 1)
+    return rules + [Variant(f"order {n}", "trajectory", n) for n in numbers]
+
+
+@dataclasses.dataclass(frozen=True)
 class Replay:
     """The gradient of replayed trajectories."""
 
@@ -38,8 +86,10 @@ def replay(
     events: Sequence[Event],
     release: str,
     rows: int = 0,
+    accumulator: str | None = None,
+    rush: bool = False,
 ) -> Replay:
-    """Feeds events to a fresh stream, leaving it time to work between them.
+    """Feeds events to a fresh stream.
 
     Args:
       run: Makes streams.
@@ -48,12 +98,16 @@ def replay(
         has failed.
       release: The release rule.
       rows: Rows per call; 0 for the config's.
+      accumulator: How sums are taken; None as the config says.
+      rush: Whether all events come at once. Otherwise the stream has time to work
+        between them.
     """
-    version = events[0][1].policy_version
-    stream = run.new_stream(params, version, release, rows)
+    key, version = events[0][1].key, events[0][1].policy_version
+    stream = run.new_stream(params, version, release, rows, accumulator)
     members = run.config.rollout.group_size
-    for group in dict.fromkeys(t.key.group for _, t in events):
-        stream.open_group(group, members)
+    for group in sorted({t.key.group for _, t in events}):
+        baseline = run.group_baseline(key.step, group)
+        stream.open_group(group, members, baseline=baseline)
         there = {t.key.member for _, t in events if t.key.group == group}
         for member in set(range(members)) - there:
             stream.fail(group, member, "no tokens")
@@ -63,10 +117,11 @@ def replay(
             tokens = trajectory.action_tokens
             stream.complete(group, member, run.sample(trajectory), tokens=tokens)
         elif kind == "reward":
-            stream.reward(group, member, trajectory.reward)
+            shaped = run.shaped_reward(trajectory)
+            stream.reward(group, member, shaped, raw=trajectory.reward)
         else:
             stream.fail(group, member, trajectory.stop_reason.value)
-        while stream.advance():
+        while stream.advance() and not rush:
             time.sleep(_POLL_SECS)
     gradient, report = stream.finish()
     return Replay(gradient, report, stream.advantages)
@@ -107,9 +162,29 @@ def last_rewards_late(
             members = [groups[name][i] for i in rng.permutation(len(groups[name]))]
             early += [_events(t) for t in members[:-1]]
             late += [_events(t) for t in members[-1:]]
-        events += _interleaved(early, rng)
-        events += _interleaved(late, rng)
+        events += _in_turns(early, rng)
+        events += _in_turns(late, rng)
     return events
+
+
+def interleaved(
+    trajectories: Sequence[Trajectory], rng: np.random.Generator
+) -> list[Event]:
+    """All events in random order, a member's reward before its tokens or after."""
+    events = in_order(trajectories)
+    return [events[i] for i in rng.permutation(len(events))]
+
+
+def counting(found: Replay, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+    """The trajectories that count."""
+    return [t for t in trajectories if t.key[1:3] in found.advantages]
+
+
+def nonzero_groups(found: Replay) -> float:
+    """Share of the groups that count in which an advantage is not 0."""
+    groups = {group for group, _ in found.advantages}
+    moving = {group for (group, _), a in found.advantages.items() if a != 0}
+    return len(moving) / max(len(groups), 1)
 
 
 def relative_difference(gradient: Tree, reference: Tree) -> float:
@@ -144,7 +219,7 @@ def _events(trajectory: Trajectory) -> list[Event]:
     return [("complete", trajectory), ("reward", trajectory)]
 
 
-def _interleaved(rows: list[list[Event]], rng: np.random.Generator) -> list[Event]:
+def _in_turns(rows: list[list[Event]], rng: np.random.Generator) -> list[Event]:
     """Random order over trajectories, each one's own events in theirs."""
     rest = [list(row) for row in rows]
     events = []

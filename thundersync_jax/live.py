@@ -55,6 +55,7 @@ def live(
     release: str,
     *,
     rows: int = 0,
+    accumulator: str | None = None,
     boundary: Callable[[Step], None] = lambda step: None,
     progress: Progress | None = None,
     on_progress: Callable[[Progress], None] = lambda progress: None,
@@ -68,11 +69,12 @@ def live(
       step: Which tasks, keys and latencies.
       release: The release rule.
       rows: Rows per call; 0 for the config's.
+      accumulator: How sums are taken; None as the config says.
       boundary: What belongs to the step after its gradient is there.
       progress: As of `run_step`.
       on_progress: Likewise.
     """
-    stream = run.new_stream(params, version, release, rows)
+    stream = run.new_stream(params, version, release, rows, accumulator)
     done = run_step(run, stream, run.train_jobs(step), version, progress, on_progress)
     boundary(done)
     end = time.monotonic()

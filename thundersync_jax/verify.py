@@ -1,11 +1,17 @@
-"""Proof that streaming computes the batch gradient, at equal points.
+"""Proof that streaming computes the batch gradient: close to it, or to the last bit.
 
     python -m thundersync_jax.verify --config=configs/quickstart.py --steps=3
 
-It starts from the warm start and samples each step's trajectories once. In every step
-all variants get the same parameters (those of the batch rule) and trajectories; the
-difference is |g - g_batch|_2 / |g_batch|_2 over all parameters. Beside it stands the
-control: the largest difference among batch runs that only permute and re-pack.
+Variants are the release rules and, with `--orders`, random orders of arrival under
+trajectory release. All start from the warm start.
+
+With plain sums each step's trajectories are sampled once and every variant gets the
+same parameters, those of the batch rule; the difference is |g - g_batch|_2 /
+|g_batch|_2 over all parameters. Beside it stands the control: the largest difference
+among batch runs that only permute and re-pack.
+
+With `--config.accumulator=exact` every variant runs freely (module `free_runs`), and
+all must end with the same bits.
 """
 
 import dataclasses
@@ -18,13 +24,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from thundersync_jax import comparison, state, tables
+from thundersync_jax import comparison, free_runs, state, tables
 from thundersync_jax.checkpoint import Checkpoints, sha256
+from thundersync_jax.comparison import Variant
 from thundersync_jax.config import Config
 from thundersync_jax.display import Display
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.flags import Flag
 from thundersync_jax.flags import run as run_command
+from thundersync_jax.free_runs import FreeRun
 from thundersync_jax.run import Factory, Run
 from thundersync_jax.schedule import RELEASES
 from thundersync_jax.step import roll_out
@@ -38,17 +46,16 @@ LEAST_SHARE = 0.5  # of groups with an advantage, and of streamed trajectories
 
 
 @dataclasses.dataclass
-class _Variant:
-    """One release rule with a state of its own, for its checksum."""
+class _Updated:
+    """What a variant's own update of the last step left, for its checksum."""
 
-    release: str
-    updated: state.State | None = None
-    updated_difference: float = 0.0
+    state: state.State
+    difference: float = 0.0  # of its parameters from those of the batch rule
 
 
 @dataclasses.dataclass
 class _Point:
-    """What one step found. Differences and streamed shares are by release rule."""
+    """What one step found. Differences and streamed shares are by variant."""
 
     gradient: Tree
     gradient_norm: float
@@ -63,15 +70,17 @@ def verify(
     workdir: str | Path | None = None,
     *,
     releases: Sequence[str] = RELEASES,
+    orders: int = 0,
     steps: int = 3,
     environment: Factory | None = None,
 ) -> dict[str, Any]:
-    """Compares gradients of the release rules with those of batch release.
+    """Compares variants with batch release.
 
     Args:
       config: The settings.
       workdir: Whose warm start to take, or make; None makes one and forgets it.
       releases: Rules to compare, batch among them.
+      orders: How many random orders of arrival to compare besides.
       steps: How many.
       environment: Makes the task set, in place of `config.env.factory`.
 
@@ -79,97 +88,110 @@ def verify(
       The JSON object of `--json`; README describes it. "passed" is the verdict.
 
     Raises:
-      ConfigError: A release rule is unknown, batch is not among them, or `steps` < 1.
+      ConfigError: A release rule is unknown, batch is not among them, or a number is
+        too small.
     """
     unknown = [name for name in releases if name not in RELEASES]
-    if unknown or "batch" not in releases or steps < 1:
+    if unknown or "batch" not in releases or steps < 1 or orders < 0:
         raise ConfigError(
-            f"--releases is {','.join(releases)} with --steps {steps}; expected at "
-            f"least 1 step and rules among {', '.join(RELEASES)}, batch included."
+            f"--releases is {','.join(releases)} with --steps {steps} and --orders "
+            f"{orders}; expected at least 1 step, no fewer than 0 orders and rules "
+            f"among {', '.join(RELEASES)}, batch included."
         )
     if workdir is None:
         with tempfile.TemporaryDirectory() as folder:
             return verify(
-                config, folder, releases=releases, steps=steps, environment=environment
+                config,
+                folder,
+                releases=releases,
+                orders=orders,
+                steps=steps,
+                environment=environment,
             )
     display = Display()
-    variants = [_Variant(release) for release in releases]
+    variants = comparison.variants(releases, orders)
     with Run(config, workdir, environment, display.line, owner=True) as run:
         with Checkpoints(Path(workdir) / "warm_start", keep=2) as checkpoints:
             params = warm_start(run, run.initial_params(), checkpoints).params
-        now = state.init(run.optimizer, params)
-        update = state.Update(run.optimizer, config.optim.clip_norm, now)
-        points = []
-        for step in range(1, steps + 1):
-            run.publish(now.params, _version(step))
-            point, gradients = _compare(run, display, now.params, releases, step)
-            points.append(point)
-            for variant in variants:
-                gradient = gradients[variant.release]
-                variant.updated, _ = update(_copy(now), gradient)
-            now, _ = update(now, point.gradient)
-        for variant in variants:
-            variant.updated_difference = comparison.relative_difference(
-                variant.updated.params, now.params
-            )
-    result = _judge(variants, points)
-    _print(display, variants, points, result)
+        start = state.init(run.optimizer, params)
+        if config.accumulator == "exact":
+            return _to_the_bit(run, display, variants, start, steps)
+        return _at_equal_points(run, display, variants, start, steps)
+
+
+def _to_the_bit(run, display, variants, start, steps) -> dict[str, Any]:
+    """Every variant from its own parameters; only the same bits will do."""
+    update = state.Update(run.optimizer, run.config.optim.clip_norm, start)
+    runs = [
+        free_runs.run_freely(run, display, variant, start, update, steps)
+        for variant in variants
+    ]
+    result = _judge_bits(runs)
+    free_runs.show(display, runs, result)
     return result
 
 
-def _compare(run, display, params, releases, step) -> tuple[_Point, dict[str, Tree]]:
-    """All rules at one point: the same parameters and trajectories."""
+def _at_equal_points(run, display, variants, now, steps) -> dict[str, Any]:
+    """Every variant at the parameters of the batch rule."""
+    update = state.Update(run.optimizer, run.config.optim.clip_norm, now)
+    points, updated = [], {}
+    for step in range(1, steps + 1):
+        run.publish(now.params, _version(step))
+        point, gradients = _compare(run, display, now.params, variants, step)
+        points.append(point)
+        for name, gradient in gradients.items():
+            copy = jax.tree.map(jnp.copy, now)
+            updated[name] = _Updated(update(copy, gradient)[0])
+        now, _ = update(now, point.gradient)
+    for one in updated.values():
+        one.difference = comparison.relative_difference(one.state.params, now.params)
+    result = _judge(updated, points)
+    _print(display, updated, points, result)
+    return result
+
+
+def _compare(run, display, params, variants, step) -> tuple[_Point, dict[str, Tree]]:
+    """All variants at one point: the same parameters and trajectories."""
     trajectories, _ = roll_out(run, step, _version(step))
     batch = comparison.replay(run, params, comparison.in_order(trajectories), "batch")
     control = comparison.control_difference(
         run, params, trajectories, batch.gradient, seed=step
     )
-    groups = {group for group, _ in batch.advantages}
-    moving = {group for (group, _), a in batch.advantages.items() if a != 0}
     point = _Point(
         gradient=batch.gradient,
         gradient_norm=batch.report.gradient_norm,
         control=control,
-        nonzero_groups=len(moving) / max(len(groups), 1),
+        nonzero_groups=comparison.nonzero_groups(batch),
     )
     gradients = {}
-    for release in releases:
-        found = _replayed(run, params, trajectories, release, step)
+    for variant in variants:
+        found = _replayed(run, params, trajectories, variant, step)
         difference = comparison.relative_difference(found.gradient, batch.gradient)
         share = found.report.streamed_share
-        point.differences[release] = difference
-        point.streamed_shares[release] = share
-        gradients[release] = found.gradient
+        point.differences[variant.name] = difference
+        point.streamed_shares[variant.name] = share
+        gradients[variant.name] = found.gradient
         display.line(
-            f"step {step}  {release:<10}  difference {difference:.2e}  control "
+            f"step {step}  {variant.name:<10}  difference {difference:.2e}  control "
             f"{control:.2e}  streamed share {share:.2f}"
         )
+    run.track_baselines(comparison.counting(batch, trajectories))
     return point, gradients
 
 
-def _replayed(run, params, trajectories, release, step):
-    if release == "batch":
-        return comparison.replay(
-            run, params, comparison.in_order(trajectories), release
-        )
-    rng = np.random.default_rng((run.config.seed, step))
-    events = comparison.last_rewards_late(trajectories, rng, window=run.open_groups)
-    return comparison.replay(run, params, events, release)
+def _replayed(run, params, trajectories, variant: Variant, step):
+    events = variant.events(trajectories, run.config.seed, step, run.open_groups)
+    return comparison.replay(run, params, events, variant.release, rush=variant.rush)
 
 
-def _judge(variants: list[_Variant], points: list[_Point]) -> dict[str, Any]:
+def _judge(updated: dict[str, _Updated], points: list[_Point]) -> dict[str, Any]:
     # numpy's maximum and minimum keep a NaN, Python's may lose it.
     largest = float(np.max([list(point.differences.values()) for point in points]))
     control = float(np.min([point.control for point in points]))
     nonzero = min(point.nonzero_groups for point in points)
     shares = [point.streamed_shares.get("trajectory") for point in points]
-    streamed = None if None in shares else float(np.min(shares))
-    hashes = {variant.release: sha256(variant.updated) for variant in variants}
-    untested = []
-    if nonzero < LEAST_SHARE:
-        untested.append(f"only {nonzero:.0%} of groups have an advantage")
-    if streamed is not None and streamed < LEAST_SHARE:
-        untested.append(f"only {streamed:.0%} of trajectories were streamed")
+    hashes = {name: sha256(one.state) for name, one in updated.items()}
+    untested = _thin(nonzero, shares)
     if np.isnan(control):
         untested.append("a gradient is zero")
     elif control == 0:
@@ -180,7 +202,7 @@ def _judge(variants: list[_Variant], points: list[_Point]) -> dict[str, Any]:
         "max_relative_difference": largest,
         "control_relative_difference": control,
         "nonzero_groups": nonzero,
-        "streamed_share": streamed,
+        "streamed_share": _least(shares),
         "gradient_norm": points[-1].gradient_norm,
         "identical": len(set(hashes.values())) == 1,
         "sha256": hashes,
@@ -189,27 +211,72 @@ def _judge(variants: list[_Variant], points: list[_Point]) -> dict[str, Any]:
     }
 
 
+def _judge_bits(runs: list[FreeRun]) -> dict[str, Any]:
+    by_name = {one.variant.name: one for one in runs}
+    batch = by_name["batch"]
+    difference = free_runs.first_difference(runs)
+    nonzero = min(batch.nonzero_groups)
+    streaming = by_name.get("trajectory")
+    shares = streaming.streamed_shares if streaming else [None]
+    # The same bits everywhere, but of what? Plain sums know.
+    largest = float(np.max(batch.plain_differences))
+    untested = _thin(nonzero, shares)
+    if np.isnan(largest):
+        untested.append("a gradient is zero")
+    identical = difference is None
+    close = largest <= LARGEST_DIFFERENCE
+    return {
+        "steps": len(batch.digests),
+        "max_relative_difference": largest,
+        "nonzero_groups": nonzero,
+        "streamed_share": _least(shares),
+        "gradient_norm": batch.gradient_norm,
+        "identical": identical,
+        "difference": difference._asdict() if difference else None,
+        "sha256": {name: one.sha256 for name, one in by_name.items()},
+        "sha256_of_all": batch.sha256 if identical else None,
+        "untested": "; ".join(untested) or None,
+        "passed": bool(identical and close and not untested),
+    }
+
+
+def _thin(nonzero: float, shares: Sequence[float | None]) -> list[str]:
+    """What too little was there of for the verdict to mean anything."""
+    untested = []
+    if nonzero < LEAST_SHARE:
+        untested.append(f"only {nonzero:.0%} of groups have an advantage")
+    least = _least(shares)
+    if least is not None and not least >= LEAST_SHARE:
+        untested.append(f"only {least:.0%} of trajectories were streamed")
+    return untested
+
+
+def _least(shares: Sequence[float | None]) -> float | None:
+    """The least of the steps; None without trajectory release."""
+    return None if None in shares else float(np.min(shares))
+
+
 def _print(
     display: Display,
-    variants: list[_Variant],
+    updated: dict[str, _Updated],
     points: list[_Point],
     result: dict[str, Any],
 ) -> None:
     columns = (
-        Column("release", left=True),
+        Column("variant", left=True),
         Column("gradient\ndifference"),
         Column("parameters'\nafter the update"),
         Column("sha256", left=True),
     )
     rows = []
-    for variant in variants:
-        worst = np.max([point.differences[variant.release] for point in points])
+    for name, one in updated.items():
+        worst = np.max([point.differences[name] for point in points])
         rows.append(
             [
-                variant.release,
+                name,
                 tables.scientific(float(worst)),
-                tables.scientific(variant.updated_difference),
-                result["sha256"][variant.release][:16],
+                tables.scientific(one.difference),
+                result["sha256"][name][:16],
             ]
         )
     control = tables.scientific(result["control_relative_difference"])
@@ -225,16 +292,13 @@ def _version(step: int) -> int:
     return POLICY_VERSION + step - 1
 
 
-def _copy(tree: Tree) -> Tree:
-    return jax.tree.map(jnp.copy, tree)
-
-
 if __name__ == "__main__":
     run_command(
         verify,
         needs=("config",),
         flags={
             "releases": Flag(tuple, RELEASES, "release rules to compare"),
+            "orders": Flag(int, 0, "random orders of arrival to compare besides"),
             "steps": Flag(int, 3, "steps to compare"),
         },
     )
