@@ -5,9 +5,13 @@
 48 agents, 24 at a time, share 3 prompts of 320 tokens. Each makes one or two tool calls
 and answers, 4 tokens a turn; every call and every verdict takes its time, lognormal
 with sigma 1.2, so every group has its stragglers. The bench scales these waits until
-rollouts take as long as learning. Random weights, rewards that few groups share. Five
-steps take about 5 minutes on 2 cores. Look at the three step times, at the formula
-beside them, and at contention: sampler and learner share the cores.
+rollouts take as long as learning. Random weights; verdicts are 0 or 1, as verifiable
+rewards mostly are, and hardly any group has but one of them. Five steps take about 5
+minutes on 2 cores. Look at the three step times, at the formula beside them, and at
+contention: sampler and learner share the cores.
+
+With `--config.accumulator=exact` a fourth contestant has plain sums under trajectory
+release, one trajectory a call: what exact sums cost.
 """
 
 from thundersync_jax.config import (
@@ -55,7 +59,10 @@ def get_config(variant: str | None = None) -> Config:
         env=EnvConfig(
             factory="thundersync_jax.envs.letters:make",
             options=LettersOptions(
-                prompt_tokens=320, calls=(1, 2), observation_tokens=(16, 24)
+                prompt_tokens=320,
+                calls=(1, 2),
+                observation_tokens=(16, 24),
+                verdict="any",
             ),
             tool_latency=LatencyConfig("lognormal", median_secs=0.1, sigma=1.2),
             verify_latency=LatencyConfig("lognormal", median_secs=0.2, sigma=1.2),

@@ -1,7 +1,8 @@
 """How much memory the sums of open groups take, beside what a run says at start-up.
 
-As a script it prints, per number of open groups, what a run says and by how much a
-step raises resident memory, lastingly and at its peak (Linux):
+As a script it prints, for plain and for exact sums and per number of open groups, what
+a run says and by how much a step raises resident memory, lastingly and at its peak
+(Linux):
 
     python tests/sum_memory.py
 
@@ -30,6 +31,7 @@ from thundersync_jax.run import Run
 from thundersync_jax.settings import replace
 
 OPEN_GROUPS = (1, 2, 4, 8)
+ACCUMULATORS = ("plain", "exact")
 MIB = 2**20
 _LENGTH = 24  # tokens of a sample
 _FREED_SECS = 0.01  # until the runtime's threads have let go of a call's gradient
@@ -76,7 +78,7 @@ def drive(
     """A step of made-up members: every group's last one comes when all others are in.
 
     So as many groups as may hold sums do, while there are that many. The last ones come
-    in random order: groups without sums end as well as groups with them.
+    in random order, groups without sums among them, and the first to end is one.
 
     Returns:
       The gradient and the report.
@@ -85,10 +87,10 @@ def drive(
     stream = run.new_stream(params, version=0)
     for group in range(groups):
         stream.open_group(group, members)
+    ending = [groups - 1, *rng.permutation(groups - 1)]  # sums go to the first ones
     for member in range(members):
-        last = member == members - 1
-        for group in rng.permutation(groups) if last else range(groups):
-            sample = {
+        for group in ending if member == members - 1 else range(groups):
+            sample = run.empty_sample(_LENGTH).tree | {
                 "tokens": rng.integers(0, 256, _LENGTH, dtype=np.int32),
                 "weights": np.full(_LENGTH, 1 / _LENGTH, np.float32),
             }
@@ -106,14 +108,15 @@ def settle(*_) -> None:
     time.sleep(_FREED_SECS)
 
 
-def growth(open_groups: int, folder: str, width: int) -> Growth:
+def growth(open_groups: int, folder: str, width: int, accumulator: str) -> Growth:
     """Measures one run, with everything compiled before."""
     lines: list[str] = []
-    settings = config(open_groups, width, **{"model.layers": 2})
+    sizes = {"model.layers": 2, "accumulator": accumulator}
+    settings = config(open_groups, width, **sizes)
     with Run(settings, folder, echo_task.make, lines.append) as run:
         params = run.initial_params()
         run.clock.on_call = settle
-        drive(run, params, groups=2, members=2)
+        drive(run, params, groups=2)
         settle()
         gc.collect()
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
@@ -125,13 +128,13 @@ def growth(open_groups: int, folder: str, width: int) -> Growth:
             readings.append((_status_bytes("VmRSS"), _status_bytes("VmHWM")))
 
         groups = max(OPEN_GROUPS) + 1
-        drive(run, params, groups, members=2, on_event=read)
+        drive(run, params, groups, on_event=read)
     resident, peak = np.array(readings)[-groups:].T  # the last members come
     lasting = float(np.median(resident)) - before
     return Growth(open_groups, said(lines)[0], lasting, float(max(peak)) - before)
 
 
-def measure(width: int = 384) -> list[Growth]:
+def measure(width: int = 384, accumulator: str = "plain") -> list[Growth]:
     """Rows of `Growth`, measured in a process of its own."""
     fixed = {
         "MALLOC_MMAP_THRESHOLD_": "65536",  # glibc: freed blocks go back to the system
@@ -140,7 +143,7 @@ def measure(width: int = 384) -> list[Growth]:
         "PYTHONPATH": os.pathsep.join(sys.path),  # finds what this process finds
     }
     done = subprocess.run(
-        [sys.executable, __file__, "--here", str(width)],
+        [sys.executable, __file__, "--here", str(width), accumulator],
         env=os.environ | fixed,
         capture_output=True,
         text=True,
@@ -158,21 +161,27 @@ def slope(rows: Sequence[Growth], name: str) -> float:
 
 def main() -> None:
     if sys.argv[1:2] == ["--here"]:
-        width = int(sys.argv[2])
+        width, accumulator = int(sys.argv[2]), sys.argv[3]
         with (
             tempfile.TemporaryDirectory() as folder,
             echo_task.kept_programs(Path(folder)),
         ):
-            growth(1, folder, width)  # what the first run of all loads stays
-            print(json.dumps([growth(number, folder, width) for number in OPEN_GROUPS]))
+            # What the first run of all loads stays.
+            numbers = (1, *OPEN_GROUPS)
+            rows = [growth(n, folder, width, accumulator) for n in numbers]
+            print(json.dumps(rows[1:]))
         return
-    rows = measure()
-    print("open groups   said (MiB)   lasting (MiB)   peak (MiB)")
-    for number, *sizes in rows:
-        mib, lasting, peak = (size / MIB for size in sizes)
-        print(f"{number:11}   {mib:10,.1f}   {lasting:13,.1f}   {peak:10,.1f}")
-    for name in ("lasting", "peak"):
-        print(f"{name}: {slope(rows, name):.3f} bytes per byte said")
+    for accumulator in ACCUMULATORS:
+        rows = measure(accumulator=accumulator)
+        print("sums    open groups   said (MiB)   lasting (MiB)   peak (MiB)")
+        for number, *sizes in rows:
+            mib, lasting, peak = (size / MIB for size in sizes)
+            print(
+                f"{accumulator}   {number:11}   {mib:10,.1f}   {lasting:13,.1f}   "
+                f"{peak:10,.1f}"
+            )
+        for name in ("lasting", "peak"):
+            print(f"{name}: {slope(rows, name):.3f} bytes per byte said")
 
 
 def _only(pattern: str, lines: Sequence[str]) -> tuple[str, ...]:

@@ -1,5 +1,6 @@
 """The bench: what it measures is what happened, and a comparison must be one."""
 
+import collections
 import dataclasses
 import json
 import math
@@ -18,9 +19,11 @@ from thundersync_jax.envs.letters import LettersOptions
 from thundersync_jax.errors import ConfigError, StreamError
 from thundersync_jax.learner_clock import Ran
 from thundersync_jax.rollout.events import Failed
+from thundersync_jax.run import Run
 from thundersync_jax.schedule import RELEASES, Call, Item
 from thundersync_jax.settings import replace
 from thundersync_jax.step import Step
+from thundersync_jax.timing import StepTiming
 from thundersync_jax.types import StopReason, Trajectory, TrajectoryKey
 
 WAITS = LatencyConfig("lognormal", median_secs=0.05, sigma=1.2)
@@ -56,12 +59,17 @@ OVERALL = {
 }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def programs(tmp_path_factory):
+    with echo_task.kept_programs(tmp_path_factory.getbasetemp() / "programs"):
+        yield
+
+
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
     """Two steps of a tiny model under every rule."""
     folder = tmp_path_factory.mktemp("bench")
-    with echo_task.kept_programs(folder / "programs"):
-        return bench(CONFIG, folder / "run", steps=2, plot=True), folder / "run"
+    return bench(CONFIG, folder, steps=2, plot=True), folder
 
 
 def test_every_figure_is_there_and_the_rules_did_the_same_work(result):
@@ -77,6 +85,69 @@ def test_every_figure_is_there_and_the_rules_did_the_same_work(result):
         assert len(release["step_secs"]) == 2
     shares = {r: found["releases"][r]["streamed_share"] for r in RELEASES}
     assert shares["batch"] == shares["group"] == 0.0 < shares["trajectory"]
+
+
+def test_exact_sums_run_beside_plain_ones(tmp_path, capsys, monkeypatch):
+    made, ran = [], collections.Counter()
+    new_stream, run_step = Run.new_stream, live_module.run_step
+
+    def watched_stream(self, params, version, release, rows, accumulator=None):
+        made.append((release, rows, accumulator))
+        return new_stream(self, params, version, release, rows, accumulator)
+
+    def watched_step(*arguments):
+        ran[made[-1]] += 1
+        return run_step(*arguments)
+
+    monkeypatch.setattr(Run, "new_stream", watched_stream)
+    monkeypatch.setattr(live_module, "run_step", watched_step)
+    options = dataclasses.replace(CONFIG.env.options, verdict="any")
+    env = dataclasses.replace(CONFIG.env, options=options)
+    config = replace(CONFIG, {"accumulator": "exact", "env": env})
+    found = bench(config, tmp_path, steps=2, plot=True)
+    # A warm-up and two steps each.
+    rules = {(release, 1, None): 3 for release in RELEASES}
+    assert ran == rules | {("trajectory", 1, "plain"): 3}
+    assert found.keys() == OVERALL | {"exact"}
+    assert json.loads(json.dumps(found)) == found
+    assert tuple(found["releases"]) == (*RELEASES, report.PLAIN)
+    assert found["identical_trajectories"]
+    assert found["compiles_after_warmup"] == 0 and found["rows_per_call"] == 1
+    for name in ("trajectory", report.PLAIN):
+        release = found["releases"][name]
+        assert release.keys() == PER_RELEASE
+        assert release["streamed_share"] > 0
+        assert release["measured_over_predicted"] >= 1 - 1e-9
+    exact = found["exact"]
+    assert exact["learner_secs"] == found["releases"]["trajectory"]["learner_secs"]
+    assert (
+        exact["plain_learner_secs"] == found["releases"][report.PLAIN]["learner_secs"]
+    )
+    said = capsys.readouterr().out
+    assert f"{exact['learner_ratio']:.2f} times" in said
+    assert f"{exact['speedup_kept']:.0%} of plain sums' speed-up kept" in said
+
+
+def test_the_price_of_exact_sums_is_taken_step_by_step():
+    """A machine that slows down half-way slows both down."""
+
+    def live(step_secs, learner_secs):
+        timing = StepTiming(step_secs, 0.0, learner_secs, 0.0, 0.0, 0.0)
+        return live_module.Live(None, timing, 0.0, 0.0, 0.0, 0.0, [], [])
+
+    figures = [(4.0, 2.4, 3.8, 2.0), (9.0, 6.0, 8.1, 4.0), (5.0, 3.0, 4.9, 2.5)]
+    rounds = [
+        report.Round({"trajectory": live(*one[:2]), report.PLAIN: live(*one[2:])}, {})
+        for one in figures
+    ]
+    assert report.exactness(rounds) == pytest.approx(
+        {
+            "learner_secs": 3.0,
+            "plain_learner_secs": 2.5,
+            "learner_ratio": 1.2,  # of 1.2, 1.5, 1.2
+            "speedup_kept": 0.95,  # of 0.95, 0.9, 0.98
+        }
+    )
 
 
 def test_no_rule_beats_its_own_formula_and_its_parts_add_up(result):

@@ -1,12 +1,15 @@
 """When gradient calls ran, and that their ends wake whoever waits."""
 
+import functools
 import threading
 import time
 
 import echo_task
+import jax
 import jax.numpy as jnp
 import pytest
 
+from thundersync_jax import learner_clock
 from thundersync_jax import step as step_module
 from thundersync_jax.config import EnvConfig, LatencyConfig
 from thundersync_jax.envs.letters import LettersOptions
@@ -50,7 +53,13 @@ def call(member, replica=0):
     return Call(replica, (Item(0, member, 0, "bucket"),), None, 1)
 
 
-def test_a_call_begins_when_the_one_before_it_has_ended():
+@pytest.fixture
+def stand_ins(monkeypatch):
+    """Nothing runs behind what stands for an array."""
+    monkeypatch.setattr(learner_clock, "_behind", lambda ended: ended)
+
+
+def test_a_call_begins_when_the_one_before_it_has_ended(stand_ins):
     spans, ends = [], []
     clock = LearnerClock(spans.append, lambda: ends.append(time.monotonic()))
     arrays = [Ended(), Ended(), Ended()]
@@ -72,7 +81,7 @@ def test_a_call_begins_when_the_one_before_it_has_ended():
     clock.close()
 
 
-def test_a_clock_that_has_died_says_of_what():
+def test_a_clock_that_has_died_says_of_what(stand_ins):
     clock = LearnerClock(lambda span: None)
     clock.on_call(call(0), "no array")
     with pytest.raises(RuntimeError, match="clock of replica 0 has stopped") as died:
@@ -126,9 +135,27 @@ def test_waking_a_pool_ends_nothing(tmp_path):
         assert sum(event is not None for event in events) == 16
 
 
-def test_arrays_of_jax_are_waited_for():
-    clock = LearnerClock(lambda span: None)
-    clock.on_call(call(0), jnp.zeros(()))
-    (ran,) = clock.take()
-    assert ran.secs >= 0
+def test_folding_a_gradient_is_part_of_its_call():
+    """The sums themselves are given to the next fold and cannot be waited for."""
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def fold(sums, gradient):
+        turn = lambda _, x: jnp.cos(x @ gradient)  # noqa: E731
+        return jax.lax.fori_loop(0, 200, turn, sums)
+
+    gradient, wakes = jnp.ones((256, 256)), []
+    sums = jax.block_until_ready(fold(jnp.ones((256, 256)), gradient))
+    start = time.monotonic()
+    sums = jax.block_until_ready(fold(sums, gradient))
+    fold_secs = time.monotonic() - start
+    clock = LearnerClock(lambda s: None, lambda: wakes.append(time.monotonic()))
+    for _ in range(2):
+        ended = jnp.zeros((), bool)
+        sums = fold(sums, gradient)  # donates what the last one returned
+        clock.on_call(call(0), ended)
+    first, second = clock.take()
+    for ran in (first, second):
+        assert fold_secs / 3 < ran.secs < 20 * fold_secs
+    # Whoever waits is woken by the gradient: a call may be queued behind the fold.
+    assert wakes[0] < first.end_secs - fold_secs / 3
     clock.close()

@@ -19,7 +19,8 @@ from thundersync_jax.rollout.commands import Commands
 from thundersync_jax.rollout.engine import Response
 from thundersync_jax.types import StopReason, TrajectoryKey
 
-STRAGGLERS = Path(__file__).parents[1] / "configs" / "bench_stragglers.py"
+CONFIGS = Path(__file__).parents[1] / "configs"
+STRAGGLERS = CONFIGS / "bench_stragglers.py"
 BUSY = LettersOptions(calls=(1, 4), observation_tokens=(2, 9), train_tasks=40)
 
 
@@ -120,6 +121,23 @@ def test_reward_is_the_share_of_lower_case_letters_among_sampled_bytes(turns, re
     assert asyncio.run(_play(environment, actions))[1] == reward
 
 
+@pytest.mark.parametrize(
+    ("turns", "reward"),
+    [
+        ([b"ABCz"], 1.0),
+        ([b"`{A", b"a"], 1.0),  # in any turn
+        ([b"`{AB\xff"], 0.0),
+        ([[300, 511]], 0.0),
+        ([[]], 0.0),
+    ],
+)
+def test_a_verdict_of_any_asks_whether_there_is_a_letter(turns, reward):
+    options = LettersOptions(calls=(len(turns) - 1,) * 2, verdict="any")
+    actions = [Action("answer", "zzzzzz", tuple(ids)) for ids in turns]
+    environment = _make(options).environment()
+    assert asyncio.run(_play(environment, actions))[1] == reward
+
+
 @pytest.mark.parametrize("seed", [0, 1, 7])
 def test_no_heldout_prompt_occurs_in_training(seed, monkeypatch):
     monkeypatch.setattr(letters, "_ALPHABET", "ab")  # 64 prompts: all must be used
@@ -148,6 +166,7 @@ def test_training_depends_on_the_seed_and_heldout_does_not():
         ({"calls": 2}, "calls"),
         ({"observation_tokens": (1, 4)}, "observation_tokens.*at least 2"),
         ({"observation_tokens": (4,)}, "observation_tokens"),
+        ({"verdict": "all"}, "verdict"),
     ],
 )
 def test_impossible_options_are_refused_in_one_line(values, message):
@@ -171,6 +190,35 @@ class RandomSampler:
         pass
 
 
+async def _attempt(config, tasks, group, member):
+    """Returns the sampled tokens and the reward."""
+    agent = Agent(
+        key=TrajectoryKey(1, group, member),
+        task=tasks.train[group],
+        make_environment=lambda _: tasks.environment(),
+        sampler=RandomSampler(),
+        commands=Commands(),
+        limits=config.rollout,
+        seed=config.seed,
+        policy_version=0,
+    )
+    trajectory = await agent.act()
+    assert trajectory.stop_reason is StopReason.FINISHED
+    return trajectory.action_tokens, await agent.verify()
+
+
+def test_bench_config_gives_both_verdicts_in_every_group():
+    """Two rewards are as many as exact sums may stream; a uniform group has none."""
+    config = load_config(str(CONFIGS / "bench_cpu.py"))
+    limits, tasks = config.rollout, letters.make(config.env, config.seed)
+    for group in range(limits.groups_per_step):
+        members = range(limits.group_size)
+        played = [asyncio.run(_attempt(config, tasks, group, m)) for m in members]
+        rewards = [reward for _, reward in played]
+        assert set(rewards) == {0.0, 1.0}
+        assert 2 <= sum(rewards) <= limits.group_size - 2
+
+
 @pytest.mark.parametrize("variant", ["groups4", "group32"])
 def test_stragglers_config_gives_unequal_rewards_to_finished_trajectories(variant):
     config = load_config(f"{STRAGGLERS}:{variant}")
@@ -179,24 +227,9 @@ def test_stragglers_config_gives_unequal_rewards_to_finished_trajectories(varian
     assert config.open_groups == limits.groups_per_step
     assert config.evaluation.questions <= len(tasks.heldout)
 
-    async def attempt(member, group):
-        agent = Agent(
-            key=TrajectoryKey(1, group, member),
-            task=tasks.train[group],
-            make_environment=lambda _: tasks.environment(),
-            sampler=RandomSampler(),
-            commands=Commands(),
-            limits=limits,
-            seed=config.seed,
-            policy_version=0,
-        )
-        trajectory = await agent.act()
-        assert trajectory.stop_reason is StopReason.FINISHED
-        return trajectory.action_tokens, await agent.verify()
-
     for group in range(limits.groups_per_step):
         members = range(limits.group_size)
-        played = [asyncio.run(attempt(member, group)) for member in members]
+        played = [asyncio.run(_attempt(config, tasks, group, m)) for m in members]
         assert len({reward for _, reward in played}) > limits.group_size / 2
         assert max(tokens for tokens, _ in played) <= limits.turn_tokens
 

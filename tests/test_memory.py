@@ -1,6 +1,7 @@
 """What a run says that its gradient sums take is what they take."""
 
 import collections
+import functools
 import gc
 import os
 
@@ -10,12 +11,25 @@ import numpy as np
 import pytest
 import sum_memory
 
-from thundersync_jax import accumulator
+from thundersync_jax import accumulator as accumulator_module
+from thundersync_jax import sums as sums_module
+from thundersync_jax.ops import exact_sum
 from thundersync_jax.run import Run
 
 AGREE = 0.05  # relative, between what is said and what is held
 SAME = 1e-6  # relative, a gradient whose sums were folded in another order
+SAME_PEAK = 0.01  # relative; samples on their way to the device are in it
 GROUPS, MEMBERS = 12, 3
+# Of a sum. Exact ones look at the exponents first, in one byte per entry beside twelve.
+COPIES = {"plain": 0.01, "exact": 0.12}
+FOLDS = {
+    "plain": {
+        accumulator_module._add_group,
+        accumulator_module._add_direct,
+        accumulator_module._close_group,
+    },
+    "exact": {exact_sum.add, sums_module._added_multiple},
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -44,11 +58,12 @@ class Watched:
       said: Bytes of sums, and open groups, at start-up.
       count: Parameters.
       peak: The most bytes that a device held beside what was there before the step.
+      first_call: Members that had come when the first gradient was dispatched.
       gradient: Of a step of made-up members.
       report: Likewise.
     """
 
-    def __init__(self, folder, open_groups, **changes):
+    def __init__(self, folder, open_groups, groups=GROUPS, members=MEMBERS, **changes):
         lines = []
         config = sum_memory.config(open_groups, **changes)
         with Run(config, folder, echo_task.make, lines.append) as run:
@@ -56,38 +71,62 @@ class Watched:
             self.count = sum_memory.parameter_count(lines)
             params = run.initial_params()
             gc.collect()
-            before, readings = held(), []
+            before, readings, calls, events = held(), [], [], []
 
-            def read(*_):
+            def read(times, *_):
+                times.append(len(events))
                 readings.append(max((held() - before).values(), default=0))
 
-            run.clock.on_call = read
+            run.clock.on_call = functools.partial(read, calls)
             self.gradient, self.report = sum_memory.drive(
-                run, params, GROUPS, MEMBERS, on_event=read
+                run, params, groups, members, functools.partial(read, events)
             )
-        self.peak = max(readings)
+        self.peak, self.first_call = max(readings), calls[0] + 1
 
 
+def said_sums(open_groups, accumulator):
+    """How many there are, and words per parameter of each."""
+    exact = accumulator == "exact"
+    return 1 + 2 * open_groups + exact, 3 if exact else 1
+
+
+@pytest.mark.parametrize("accumulator", sum_memory.ACCUMULATORS)
 @pytest.mark.parametrize("open_groups", sum_memory.OPEN_GROUPS)
-def test_sums_take_what_was_said_at_start_up(open_groups, tmp_path):
-    watched = Watched(tmp_path, open_groups)
+def test_sums_take_what_was_said_at_start_up(open_groups, accumulator, tmp_path):
+    watched = Watched(tmp_path, open_groups, accumulator=accumulator)
     said, groups = watched.said
     assert groups == watched.report.open_groups_max == open_groups
     assert watched.peak == pytest.approx(said, rel=AGREE)
-    sums = watched.report.group_sum_bytes + 4 * watched.count  # with the batch sum
-    assert sums == pytest.approx(said, rel=AGREE)
+    number, words = said_sums(open_groups, accumulator)
+    assert said == pytest.approx(4 * number * words * watched.count, rel=AGREE)
 
 
-def test_sharded_sums_take_what_was_said_on_each_device(tmp_path):
-    watched = Watched(tmp_path, 4, **{"mesh.fsdp": 2, "mesh.sampler": "own_device"})
+@pytest.mark.parametrize("accumulator", sum_memory.ACCUMULATORS)
+def test_sharded_sums_take_what_was_said_on_each_device(accumulator, tmp_path):
+    changes = {"mesh.fsdp": 2, "mesh.sampler": "own_device", "accumulator": accumulator}
+    watched = Watched(tmp_path, 4, **changes)
     said, _ = watched.said
-    assert said == pytest.approx(9 * 4 * watched.count / 2, rel=AGREE)
+    number, words = said_sums(4, accumulator)
+    assert said == pytest.approx(4 * number * words * watched.count / 2, rel=AGREE)
     assert watched.peak == pytest.approx(said, rel=AGREE)
 
 
-def test_programs_that_fold_gradients_hold_no_copy(tmp_path, monkeypatch):
+@pytest.mark.parametrize("accumulator", sum_memory.ACCUMULATORS)
+def test_the_peak_does_not_grow_with_the_number_of_trajectories(accumulator, tmp_path):
+    """No gradient waits for others, be they more groups or more members of one."""
+    peaks = []
+    for groups, members in ((2, 4), (16, 4), (2, 32)):
+        watched = Watched(tmp_path, 1, groups, members, accumulator=accumulator)
+        assert watched.report.kept_members == groups * members
+        assert watched.first_call < groups * members / 2
+        peaks.append(watched.peak)
+    assert peaks == pytest.approx([peaks[0]] * 3, rel=SAME_PEAK)
+
+
+@pytest.mark.parametrize("accumulator", sum_memory.ACCUMULATORS)
+def test_programs_that_fold_gradients_hold_no_copy(accumulator, tmp_path, monkeypatch):
     """Neither beside the sums nor of them, on the way that a step takes them."""
-    copies, compiled = {}, accumulator.compiled
+    copies, compiled = {}, accumulator_module.compiled
 
     def examined(function, sums):
         program = compiled(function, sums)
@@ -104,11 +143,10 @@ def test_programs_that_fold_gradients_hold_no_copy(tmp_path, monkeypatch):
 
         return call
 
-    monkeypatch.setattr(accumulator, "compiled", examined)
-    Watched(tmp_path, 2)
-    folds = {accumulator._add_group, accumulator._add_direct, accumulator._close_group}
-    assert copies.keys() == folds
-    assert max(copies.values()) < 0.01
+    monkeypatch.setattr(accumulator_module, "compiled", examined)
+    Watched(tmp_path, 2, accumulator=accumulator)
+    assert copies.keys() == FOLDS[accumulator]
+    assert max(copies.values()) < COPIES[accumulator]
 
 
 def test_a_small_byte_budget_holds_fewer_groups_open(tmp_path):
@@ -148,8 +186,9 @@ def test_a_finished_stream_holds_no_sums(tmp_path):
     not os.access("/proc/self/clear_refs", os.W_OK),
     reason="this system does not tell the peak of resident memory",
 )
-def test_resident_memory_grows_by_what_was_said():
-    rows = sum_memory.measure()
+@pytest.mark.parametrize("accumulator", sum_memory.ACCUMULATORS)
+def test_resident_memory_grows_by_what_was_said(accumulator):
+    rows = sum_memory.measure(accumulator=accumulator)
     for row in rows:
         assert row.lasting == pytest.approx(row.said, rel=AGREE)
     # One gradient and its intermediate values come on top, whatever the number.

@@ -8,9 +8,13 @@ update is made and published, and taken back. The batch rule has the direct path
 group sums, and full calls where they are faster. Lognormal latencies are scaled
 beforehand until rollouts take as long as learning. Nothing is replayed: the rules
 sample the same trajectories because keys and parameters are the same.
+
+With exact sums all rules take one trajectory a call, and a fourth contestant in the
+same turns tells what exactness costs: trajectory release with plain sums.
 """
 
 import contextlib
+import dataclasses
 import gc
 import itertools
 import statistics
@@ -99,17 +103,36 @@ def bench(
     return result
 
 
+@dataclasses.dataclass(frozen=True)
+class Contestant:
+    """What takes its turn in every step."""
+
+    name: str
+    release: str
+    accumulator: str | None = None  # as the config says
+
+
+def contestants(exact: bool) -> tuple[Contestant, ...]:
+    """The release rules, and what exact sums are measured against."""
+    rules = tuple(Contestant(release, release) for release in RELEASES)
+    plain = Contestant(report.PLAIN, "trajectory", "plain")
+    return (*rules, plain) if exact else rules
+
+
 class _Races:
     """The bench between its start and its last step."""
 
     def __init__(self, run: Run, display: Display, start: state.State):
+        exact = run.config.accumulator == "exact"
         self.run = run
         self.display = display
-        self.rows = run.config.mesh.rows_per_call
+        self.contestants = contestants(exact)
+        self.rows = 1 if exact else run.config.mesh.rows_per_call
         self.compiles = 0
         self._start = start
         self._update = state.Update(run.optimizer, run.config.optim.clip_norm, start)
-        self._idle = calibration.IdleWork()
+        sums = dict.fromkeys(one.accumulator for one in self.contestants)
+        self._idle = {kind: calibration.IdleWork(kind) for kind in sums}
 
     @contextlib.contextmanager
     def compiles_counted(self) -> Iterator[None]:
@@ -125,11 +148,12 @@ class _Races:
             jax.monitoring.unregister_event_duration_listener(listen)
 
     def warm_up(self, steps: int) -> None:
-        """Compiles everything: a step under every rule that is not measured."""
+        """Compiles everything: a step of every contestant that is not measured."""
         compile_all(self.run, self._start.params, POLICY_VERSION)
         self._update.compile(self._start)
-        for release in RELEASES:
-            self._live(steps + 1, release, f"warm-up {release}")
+        self._measure_idle()  # programs of the others' sums
+        for one in self.contestants:
+            self._live(steps + 1, one, f"warm-up {one.name}")
         # As in training: a full collection stops every thread for 0.3 s.
         gc.freeze()
 
@@ -159,10 +183,17 @@ class _Races:
         run, params = self.run, self._start.params
         if not all(sampled):
             raise StreamError("a step has no trajectory with tokens; look at the env")
-        buckets = calibration.kinds(run, itertools.chain(*sampled))
-        alone, packed = (self._idle.batch_secs(buckets, r) for r in (1, self.rows))
-        if packed > (1 - calibration.LEAST_GAIN) * alone:
-            self.rows = 1
+        said = "one trajectory a call"
+        if self.rows > 1:
+            buckets = calibration.kinds(run, itertools.chain(*sampled))
+            idle = self._idle[None]
+            alone, packed = (idle.batch_secs(buckets, r) for r in (1, self.rows))
+            if packed > (1 - calibration.LEAST_GAIN) * alone:
+                self.rows = 1
+            said = (
+                f"full calls take {packed / alone:.2f} times as long as single ones; "
+                f"with {self.rows} a call"
+            )
         learner_secs = statistics.median(
             calibration.learner_secs(run, params, trajectories, self.rows)
             for trajectories in sampled
@@ -172,23 +203,24 @@ class _Races:
                 "the learner has nothing to do: most steps have only groups that are "
                 "uniform or failed; warm the policy up longer or take another env"
             )
-        self.display.line(
-            f"full calls take {packed / alone:.2f} times as long as single ones; with "
-            f"{self.rows} a call the learner takes {learner_secs:.2f} s a step"
-        )
+        self.display.line(f"{said} the learner takes {learner_secs:.2f} s a step")
         return learner_secs
 
     def round(self, step: int, steps: int) -> report.Round:
-        """One step under every rule, whose turn comes earlier with every step."""
+        """One step of every contestant, whose turn comes earlier with every step."""
         self._measure_idle()
-        turn = (step - 1) % len(RELEASES)
+        turn = (step - 1) % len(self.contestants)
         lives = {
-            release: self._live(step, release, f"step {step}/{steps} {release}")
-            for release in (*RELEASES[turn:], *RELEASES[:turn])
+            one.name: self._live(step, one, f"step {step}/{steps} {one.name}")
+            for one in (*self.contestants[turn:], *self.contestants[:turn])
         }
-        times = ", ".join(f"{r} {lives[r].timing.step_secs:.2f} s" for r in RELEASES)
-        self.display.line(f"step {step}/{steps}  {times}")
-        contention = {r: self._idle.contention(lives[r].step.calls) for r in RELEASES}
+        lives = {one.name: lives[one.name] for one in self.contestants}
+        times = [f"{n} {live.timing.step_secs:.2f} s" for n, live in lives.items()]
+        self.display.line(f"step {step}/{steps}  {', '.join(times)}")
+        contention = {
+            one.name: self._idle[one.accumulator].contention(lives[one.name].step.calls)
+            for one in self.contestants
+        }
         return report.Round(lives, contention)
 
     @property
@@ -201,10 +233,11 @@ class _Races:
         }
 
     def _measure_idle(self) -> None:
-        self._idle.measure(self.run, self._start.params, POLICY_VERSION, self.rows)
+        for idle in self._idle.values():
+            idle.measure(self.run, self._start.params, POLICY_VERSION, self.rows)
 
-    def _live(self, step: int, release: str, title: str) -> Live:
-        """One step under one rule, to its updated and published parameters."""
+    def _live(self, step: int, one: Contestant, title: str) -> Live:
+        """One step of a contestant, to its updated and published parameters."""
         run, params = self.run, self._start.params
         run.publish(params, POLICY_VERSION)
         donated = jax.block_until_ready(jax.tree.map(jnp.copy, self._start))
@@ -215,8 +248,9 @@ class _Races:
                 params,
                 POLICY_VERSION,
                 step,
-                release,
+                one.release,
                 rows=self.rows,
+                accumulator=one.accumulator,
                 boundary=lambda done: conclude(
                     run, self._update, donated, done, POLICY_VERSION
                 ),
@@ -234,7 +268,8 @@ def _draw(workdir: Path, rounds: list[report.Round], result: dict[str, Any]) -> 
         {release: middle.lives[release].spans for release in RELEASES},
     )
     bars = {}
-    for release, found in result["releases"].items():
+    for release in RELEASES:
+        found = result["releases"][release]
         alone = found["tail_secs"] - found["boundary_secs"]
         bars[release] = pictures.Bar(
             step_secs=found["step_secs"],

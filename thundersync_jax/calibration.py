@@ -47,17 +47,22 @@ class IdleWork:
 
     Measured again between the steps of a benchmark, so that a machine that drifts does
     so for both sides of a ratio.
+
+    Args:
+      accumulator: How sums are taken; None as the config says.
     """
 
-    def __init__(self):
+    def __init__(self, accumulator: str | None = None):
+        self._accumulator = accumulator
         self._secs: dict[Shape, list[float]] = collections.defaultdict(list)
 
     def measure(self, run: Run, params: Tree, version: int, rows: int) -> None:
         """Runs made-up members of every bucket, while nothing else runs."""
+        sums = self._accumulator
         run.clock.take()
-        made_up_calls(run, params, version, "trajectory", 1, _MEMBERS)
+        made_up_calls(run, params, version, "trajectory", 1, _MEMBERS, sums)
         for each in dict.fromkeys((1, rows)):
-            made_up_calls(run, params, version, "batch", each, _MEMBERS * each)
+            made_up_calls(run, params, version, "batch", each, _MEMBERS * each, sums)
         for ran in run.clock.take():
             self.add(ran)
 
@@ -86,9 +91,10 @@ class IdleWork:
         return secs
 
     def _alone_secs(self, kind: Shape) -> float:
-        # Shared streamed calls are rare, and the same program as direct ones.
-        found = self._secs.get(kind) or self._secs[kind._replace(streamed=False)]
-        return statistics.median(found)
+        # Shared streamed calls are rare, and the same program as direct ones. Exact
+        # sums have no direct path.
+        other = kind._replace(streamed=not kind.streamed)
+        return statistics.median(self._secs.get(kind) or self._secs[other])
 
 
 def sample(

@@ -22,6 +22,7 @@ from thundersync_jax.types import Trajectory
 LARGEST_CONTENTION = 1.15  # beyond it the table says so
 LARGEST_UNIFORM_SHARE = 0.05  # of groups: batch and group release skip them
 
+PLAIN = "plain sums"  # trajectory release, one trajectory a call, beside exact sums
 _NOISE = 0.05  # of learner times within one run
 
 _TIME_COLUMNS = (
@@ -50,7 +51,10 @@ _COST_COLUMNS = (
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """One step under every rule, and what its calls cost beside an idle learner's."""
+    """One step under every rule, and what its calls cost beside an idle learner's.
+
+    With exact sums `PLAIN` took part as well.
+    """
 
     lives: dict[str, Live]
     contention: dict[str, float]
@@ -63,15 +67,18 @@ def figures(rounds: Sequence[Round], facts: Mapping[str, Any]) -> dict[str, Any]
       rounds: Its steps.
       facts: What belongs to the bench as a whole, taken over as it is.
     """
-    releases = {name: _summary(name, rounds) for name in RELEASES}
+    releases = {name: _summary(name, rounds) for name in rounds[0].lives}
     reports = [one.step.report for r in rounds for one in r.lives.values()]
     trajectory = [r.lives["trajectory"].step.report for r in rounds]
     groups = [r.lives["batch"].step.report for r in rounds]
     kept = sum(report.kept_groups for report in groups)
+    exact = {"exact": exactness(rounds)} if PLAIN in releases else {}
     return {
         "releases": releases,
         "speedup": {
-            name: _median(speedups(releases, name)) for name in ("group", "trajectory")
+            name: _median(speedups(releases, name))
+            for name in releases
+            if name != "batch"
         },
         "finish_time_icc": _median(
             [_finish_time_icc(r.lives["batch"]) for r in rounds]
@@ -81,6 +88,7 @@ def figures(rounds: Sequence[Round], facts: Mapping[str, Any]) -> dict[str, Any]
         "uniform_groups": sum(r.uniform_groups for r in groups) / kept if kept else 0.0,
         "failed_members": sum(report.failed_members for report in reports),
         "identical_trajectories": all(map(identical, rounds)),
+        **exact,
         **facts,
     }
 
@@ -124,9 +132,24 @@ def speedups(releases: Mapping[str, Any], release: str) -> list[float]:
     return [batch / other for batch, other in pairs]
 
 
+def exactness(rounds: Sequence[Round]) -> dict[str, float]:
+    """What exact sums cost under trajectory release, where `PLAIN` took part."""
+    pairs = [(r.lives["trajectory"].timing, r.lives[PLAIN].timing) for r in rounds]
+    return {
+        "learner_secs": _median([exact.learner_secs for exact, _ in pairs]),
+        "plain_learner_secs": _median([plain.learner_secs for _, plain in pairs]),
+        "learner_ratio": _median(
+            [_ratio(exact.learner_secs, plain.learner_secs) for exact, plain in pairs]
+        ),
+        "speedup_kept": _median(
+            [plain.step_secs / exact.step_secs for exact, plain in pairs]
+        ),
+    }
+
+
 def identical(found: Round) -> bool:
     """Whether every rule sampled, and was rewarded for, the same."""
-    first, *others = (found.lives[release].step.trajectories for release in RELEASES)
+    first, *others = (one.step.trajectories for one in found.lives.values())
     return all(
         len(first) == len(other) and all(map(_same, first, other)) for other in others
     )
@@ -208,6 +231,13 @@ def _remarks(result: Mapping[str, Any]) -> Iterator[str]:
     ratios = speedups(releases, "trajectory")
     mib = result["group_sum_bytes"] / 2**20
     yield f"trajectory over batch, by step: {min(ratios):.2f}x to {max(ratios):.2f}x"
+    if exact := result.get("exact"):
+        yield (
+            f"exact sums: learner {_fine(exact['learner_secs'])} s, plain sums "
+            f"{_fine(exact['plain_learner_secs'])} s with one trajectory a call, "
+            f"{exact['learner_ratio']:.2f} times; {exact['speedup_kept']:.0%} of plain "
+            "sums' speed-up kept"
+        )
     yield (
         f"latencies x {result['latency_scale']:.3f}; {result['rows_per_call']} rows a "
         f"call; at most {result['open_groups_max']} open groups, {mib:.1f} MiB of sums"
@@ -225,7 +255,7 @@ def _remarks(result: Mapping[str, Any]) -> Iterator[str]:
     apart = _ratio(batch["rollout_secs"], batch["learner_secs"])
     if result["latency_scale"] != 1.0 and not abs(apart - 1) <= calibration.TOLERANCE:
         yield f"rollouts took {apart:.2f} times the learner's work; meant was 1"
-    least = min(found["learner_secs"] for found in releases.values())
+    least = min(releases[release]["learner_secs"] for release in RELEASES)
     if batch["learner_secs"] > (1 + _NOISE) * least:
         yield (
             "batch took more learner time than another rule, for the same gradients or "

@@ -1,9 +1,9 @@
 """Made-up work for benchmarks: tool calls and lengths as asked for, by any policy.
 
 Nothing has to be learned first. Any action is a tool call until a trajectory has made
-its number of them; the next one ends it. The reward is the share of lower-case letters,
-which random weights earn in unequal amounts: few groups are uniform. How many calls and
-how long their answers are follows from the sampled ids, so every release rule meets the
+its number of them; the next one ends it. The reward looks for lower-case letters, which
+random weights sample in unequal amounts: few groups are uniform. How many calls and how
+long their answers are follows from the sampled ids, so every release rule meets the
 same work.
 """
 
@@ -12,6 +12,7 @@ import random
 import string
 import zlib
 from collections.abc import Collection
+from typing import Literal
 
 import numpy as np
 
@@ -33,6 +34,7 @@ class LettersOptions:
     prompt_tokens: int = 32  # every prompt
     calls: tuple[int, ...] = (0, 0)  # fewest and most tool calls of a trajectory
     observation_tokens: tuple[int, ...] = (16, 16)  # shortest and longest tool answer
+    verdict: Literal["share", "any"] = "share"  # of letters, or 1 if there is any
     train_tasks: int = 512  # different training prompts
     heldout_tasks: int = 16  # different held-out prompts, the same for every seed
 
@@ -78,9 +80,14 @@ class LettersEnvironment:
         return Observation(_text(rng, length))
 
     async def verify(self) -> float:
-        """The share of a to z among the sampled bytes; 0 where there are none."""
+        """The share of a to z among the sampled bytes, or whether there is any.
+
+        0 where there are no bytes.
+        """
         read = [i for i in self._ids if i < BYTES]
         letters = sum(ord("a") <= i <= ord("z") for i in read)
+        if self._options.verdict == "any":
+            return float(letters > 0)
         return letters / len(read) if read else 0.0
 
 
