@@ -131,6 +131,11 @@ REFUSED = {
     ("--config.lr=1",): "lr is no setting. Did you mean optim.learning_rate or",
     ("--config.kl_cof=1",): "kl_cof is no setting. Did you mean loss.kl_coef?",
     ("--config.loss.kl_cof=1",): "Did you mean loss.kl_coef",
+    ("--config.loss.clip_ratio=0.2",): "loss.clip_ratio is no setting, expected none: "
+    "at the only update of a step every ratio is 1",
+    ("--config.optim.ppo_epochs=4",): "there is one update per step",
+    ("--config.critic.lr=4",): "a baseline is one number per trajectory",
+    ("--config.loss.token_rewards=1",): "a reward belongs to a trajectory",
     ("--config.accumulator=float",): "is 'float', expected one of 'plain', 'exact'",
     ("--config.loss.pass_k=2",): "loss.pass_k is 2 with loss.advantage 'mean_std'",
     ("--config.optim=1",): "names a group, expected one of its settings",

@@ -98,7 +98,7 @@ def test_a_line_is_in_the_file_when_write_returns(tmp_path):
 
 def test_a_step_is_refused_a_second_time(tmp_path):
     write_steps(tmp_path, [1, 2])
-    with Metrics(tmp_path) as log, pytest.raises(ValueError, match="step 2 after"):
+    with Metrics(tmp_path) as log, pytest.raises(ValueError, match="loss.* of step 2"):
         log.write(2, {"loss": 1.0})
     assert steps_of(tmp_path) == [1, 2]
 
@@ -211,3 +211,18 @@ def test_the_norm_before_and_after_clipping_have_two_names():
     """verl-project/verl#2282: nobody could tell which of the two was logged."""
     assert "before clipping" in METRICS["gradient_norm"]
     assert "after clipping" in METRICS["gradient_norm_clipped"]
+
+
+def test_numbers_that_come_after_their_step_are_in_the_file(tmp_path):
+    """A tracker dropped what came after a later step (NVIDIA-NeMo/RL#4044)."""
+    with Metrics(tmp_path) as log:
+        log.write(1, {"a": 1})
+        log.write(2, {"a": 2})
+        log.write(1, {"b": 2})
+        with pytest.raises(ValueError, match="'b' of step 1 is written already"):
+            log.write(1, {"b": 3})
+    expected = [{"step": 1, "a": 1, "b": 2}, {"step": 2, "a": 2}]
+    assert metrics.read(tmp_path) == expected
+    with Metrics(tmp_path, resume_step=2) as log:
+        log.write(2, {"a": 3})
+    assert metrics.read(tmp_path) == [expected[0], {"step": 2, "a": 3}]

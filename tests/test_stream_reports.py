@@ -106,8 +106,9 @@ def test_all_arrival_orders_of_a_group_give_one_baseline():
     groups = {"a": [1, 0, 0, 0]}
     scores, size = eye(groups)
     for order in itertools.permutations([("a", m) for m in range(4)]):
-        for release in RELEASES:
-            gradient, _ = step(groups, scores, order, params=size, release=release)
+        for release, accumulator in itertools.product(RELEASES, ("plain", "exact")):
+            settings = {"release": release, "accumulator": accumulator}
+            gradient, _ = step(groups, scores, order, params=size, **settings)
             np.testing.assert_allclose(gradient, [0.75] + [-0.25] * 3, atol=EXACT)
 
 

@@ -12,6 +12,8 @@ from thundersync_jax.schedule import RELEASES
 EXACT = 1e-6  # absolute, in float32
 MEAN = advantages.mean_only()
 FAIL = None  # in place of a reward
+# What sums are, and how many samples may share a call (exact ones never do).
+WAYS = (("plain", 1), ("plain", 4), ("exact", 1))
 
 
 def weighted(params, sample):
@@ -55,12 +57,16 @@ def step(
     order,
     *,
     tokens=None,
+    raw=None,
     surrogate=weighted,
     params=(),
     reward_first=False,
     **settings,
 ):
-    """Tells a stream of groups of rewards (None fails) and scores, in an order."""
+    """Tells a stream of groups of rewards (None fails) and scores, in an order.
+
+    `tokens` and `raw`, the rewards before penalties, are laid out like the rewards.
+    """
     stream = GradientStream(
         surrogate,
         {"x": jnp.zeros(params)},
@@ -71,9 +77,10 @@ def step(
     for group, member in order:
         count = 1 if tokens is None else tokens[group][member]
         reward = groups[group][member]
+        verdict = None if raw is None else raw[group][member]
         judged = reward is not None and settings.get("estimator", MEAN) is not None
         if judged and reward_first:
-            stream.reward(group, member, reward)
+            stream.reward(group, member, reward, verdict)
         sample = {"s": np.asarray(scores[group][member], np.float32)}
         if reward is FAIL:
             stream.sample(group, member, sample, tokens=count)
@@ -81,27 +88,36 @@ def step(
             continue
         stream.complete(group, member, sample, tokens=count)
         if judged and not reward_first:
-            stream.reward(group, member, reward)
+            stream.reward(group, member, reward, verdict)
     gradient, report = stream.finish()
     return np.asarray(gradient["x"]), report
 
 
-def every_way(groups, scores, **settings):
-    """The gradients and reports of all rules and arrival orders."""
+def every_way(groups, scores, ways=WAYS, **settings):
+    """The gradients and reports of all rules, arrival orders and kinds of sums.
+
+    Exact sums have the same bits each time.
+    """
+    exact = set()
     for release in RELEASES:
         for reward_first, order in zip(
             itertools.cycle([False, True]), orders(groups), strict=False
         ):
-            for rows in (1, 4):
-                yield step(
+            for accumulator, rows in ways:
+                gradient, report = step(
                     groups,
                     scores,
                     order,
                     release=release,
                     reward_first=reward_first,
                     rows_per_call=rows,
+                    accumulator=accumulator,
                     **settings,
                 )
+                if accumulator == "exact":
+                    exact.add(gradient.tobytes())
+                yield gradient, report
+    assert len(exact) <= 1
 
 
 def eye(groups):

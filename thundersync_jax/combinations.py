@@ -24,6 +24,32 @@ _LEAST_MEMBERS = {
     "leave_one_out_std": 3,
 }
 
+# Settings of other systems, by a part of their names, and why there are none.
+_ABSENT = (
+    (
+        ("clip_r", "cliprange", "clip_eps", "epsilon_high", "epsilon_low"),
+        "at the only update of a step every ratio is 1, where clipping never acts",
+    ),
+    (
+        ("epoch", "updates_per", "num_iterations", "mini_batch"),
+        "there is one update per step, of gradients of the policy that sampled it",
+    ),
+    (
+        ("critic", "value_head", "gae"),
+        "a baseline is one number per trajectory, which its gradient need not wait for",
+    ),
+    (
+        ("token_reward", "process_reward"),
+        "a reward belongs to a trajectory; what turns earn is loss.turn_credit",
+    ),
+)
+
+
+def why_absent(name: str) -> str:
+    """Why streaming has no setting of such a name; empty where that is no reason."""
+    reasons = [r for parts, r in _ABSENT if any(part in name for part in parts)]
+    return f"expected none: {reasons[0]}." if reasons else ""
+
 
 def check(config: Config) -> None:
     """Raises a ConfigError where settings contradict each other.

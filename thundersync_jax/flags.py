@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from absl import flags as absl_flags
 
+from thundersync_jax import combinations
 from thundersync_jax.config import Config
 from thundersync_jax.errors import ConfigError, StreamError
 from thundersync_jax.interrupts import Interrupts
@@ -133,6 +134,8 @@ def override(config: Config, texts: Mapping[str, str]) -> Config:
                 f"Write {_PREFIX}{fields[0]}={to_text(known[fields[0]].value)}."
             )
         if name not in known:
+            if reason := combinations.why_absent(name):
+                raise ConfigError(f"{_PREFIX}{name} is no setting, {reason}")
             raise ConfigError(f"{_PREFIX}{name} is no setting. {nearest(name, known)}")
         values[name] = parse(text, known[name])
     try:

@@ -91,7 +91,7 @@ class Metrics:
         """
         path = Path(workdir) / FILE
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._last_step = _trim(path, resume_step)
+        self._names = _trim(path, resume_step)  # of what is written, by step
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115, closed in close
         self._tensorboard = _tensorboard(path.parent / TENSORBOARD_FOLDER, resume_step)
         self._sinks = tuple(sinks)
@@ -103,26 +103,29 @@ class Metrics:
         self.close()
 
     def write(self, step: int, scalars: Mapping[str, Any]) -> None:
-        """Writes a step's numbers, once per step and in order.
+        """Writes numbers of a step, each of them once.
+
+        What comes after other steps gets a line of its own, which `read` puts in place.
 
         Args:
-          step: Higher than the last one.
+          step: Which one.
           scalars: Numbers of Python, numpy or jax, by name. What is not finite is null
             in the file, since JSON knows no NaN.
 
         Raises:
-          ValueError: A step again, or a value that is no number.
+          ValueError: A number again, or a value that is no number.
         """
-        if self._last_step is not None and step <= self._last_step:
-            raise ValueError(
-                f"metrics of step {step} after those of step {self._last_step}; a step "
-                "is written once, in order. Collect its numbers, then write them."
-            )
         plain = {name: _plain(name, value) for name, value in scalars.items()}
+        names = self._names.setdefault(step, set())
+        if twice := sorted(names & plain.keys()):
+            raise ValueError(
+                f"metric {twice[0]!r} of step {step} is written already; a step has "
+                "one number of a name. Collect them, then write."
+            )
         line = {"step": step} | {k: _finite(v) for k, v in plain.items()}
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()
-        self._last_step = step
+        names.update(plain)
         if self._tensorboard is not None:
             for name, value in plain.items():
                 if math.isfinite(value):  # it would print a warning
@@ -139,28 +142,37 @@ class Metrics:
 
 
 def read(workdir: str | os.PathLike) -> list[dict[str, Any]]:
-    """The lines of a run, oldest first; each has "step". A torn one is left out.
+    """The numbers of every step, the first step first. A torn line is left out.
+
+    Returns:
+      One dict per step, with "step" among its keys.
 
     Raises:
       ConfigError: A line whose step is no whole number; the line is named.
     """
     path = Path(workdir) / FILE
-    return [line for _, line in _whole_lines(path)] if path.exists() else []
+    steps: dict[int, dict[str, Any]] = {}
+    for _, line in _whole_lines(path) if path.exists() else ():
+        steps.setdefault(line["step"], {}).update(line)
+    return [steps[step] for step in sorted(steps)]
 
 
-def _trim(path: Path, resume_step: int | None) -> int | None:
-    """Keeps the whole lines before a step; returns the last step there is."""
+def _trim(path: Path, resume_step: int | None) -> dict[int, set[str]]:
+    """Keeps the whole lines before a step; returns the names they have, by step."""
+    names: dict[int, set[str]] = {}
     if not path.exists():
-        return None
+        return names
     kept = [
-        (text, line["step"])
+        (text, line)
         for text, line in _whole_lines(path)
         if resume_step is None or line["step"] < resume_step
     ]
+    for _, line in kept:
+        names.setdefault(line["step"], set()).update(line.keys() - {"step"})
     text = "".join(text for text, _ in kept)
     if text != path.read_text(encoding="utf-8", errors="replace"):
         replace_text(path, text)
-    return kept[-1][1] if kept else None
+    return names
 
 
 def _whole_lines(path: Path) -> list[tuple[str, dict[str, Any]]]:

@@ -1,0 +1,243 @@
+"""Every setting is listed and changes something: model, optimizer, warm start.
+
+Those of a loss are tested in `test_objective.py`, deadlines and the like in
+`test_agent.py` and `test_pool.py`, what contradicts itself in `test_config.py`.
+"""
+
+import dataclasses
+import functools
+import sys
+import types
+
+import echo_task
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from thundersync_jax import flags, state, train, warm_start
+from thundersync_jax.config import Config, ModelConfig, OptimConfig
+from thundersync_jax.evaluate import Evaluation
+from thundersync_jax.mesh import make_mesh
+from thundersync_jax.models import transformer
+
+MODEL = ModelConfig(layers=1, width=16, mlp_width=32, heads=2, kv_heads=2, head_dim=8)
+# For every setting another value.
+OTHER_MODEL = {
+    "vocab_size": 272,
+    "layers": 2,
+    "width": 24,
+    "mlp_width": 48,
+    "heads": 4,
+    "kv_heads": 1,
+    "head_dim": 4,
+    "rope_theta": 1e6,
+    "norm_eps": 1e-3,
+    "qk_norm": True,
+    "attention_bias": True,
+    "tied_embeddings": False,
+    "dtype": "bfloat16",
+    "logprob_chunk_tokens": 4,
+    "matmul_precision": "default",
+}
+OPTIM = OptimConfig(0.1, warmup_steps=2, weight_decay=0.3, b1=0.8, b2=0.7, clip_norm=1)
+OTHER_OPTIM = {
+    "learning_rate": 0.2,
+    "warmup_steps": 3,
+    "weight_decay": 0.1,
+    "b1": 0.5,
+    "b2": 0.5,
+    "clip_norm": None,
+}
+# Of different directions and sizes, so that clipping turns their mean.
+GRADIENTS = np.float32([[3.0, 4.0], [0.1, -0.2], [-0.5, 5.0]])
+START = np.float32([2.0, -1.0])
+
+
+@functools.cache
+def program(config):
+    """What a model computes, as text."""
+    params = jax.eval_shape(
+        lambda key: transformer.init(config, key), jax.random.key(0)
+    )
+    tokens = jax.ShapeDtypeStruct((12,), jnp.int32)
+
+    def logprobs(params, tokens):
+        return transformer.surrogate_logprobs(config, params, tokens, 1.0)
+
+    return str(jax.make_jaxpr(logprobs)(params, tokens))
+
+
+@pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(ModelConfig)])
+def test_every_setting_of_a_model_changes_its_program(name):
+    """An accepted setting had no effect (THUDM/slime#397)."""
+    changed = dataclasses.replace(MODEL, **{name: OTHER_MODEL[name]})
+    assert program(changed) != program(MODEL)
+
+
+def test_a_model_has_one_program():
+    assert program.__wrapped__(MODEL) == program(MODEL)
+
+
+@pytest.mark.parametrize("precision", ["default", "high", "highest"])
+def test_precision_reaches_every_product(precision):
+    text = program(dataclasses.replace(MODEL, matmul_precision=precision))
+    one = f"Precision.{precision.upper()}"
+    assert text.count(f"precision=({one}, {one})") == text.count("dot_general[") > 0
+
+
+def names(settings, prefix=""):
+    """Of all fields, by plain recursion."""
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from names(value, f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name
+
+
+def test_every_field_of_the_default_config_is_listed(tmp_path, capsys, monkeypatch):
+    """Settings were in no list (rllm-org/rllm#250)."""
+    monkeypatch.setattr(sys, "path", list(sys.path))  # a config's folder joins it
+    path = tmp_path / "default_run.py"
+    path.write_text(
+        "from thundersync_jax.config import Config\nget_config = lambda: Config()\n"
+    )
+    with pytest.raises(SystemExit):
+        flags.run(print, argv=["program", f"--config={path}", "--print_config"])
+    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert sorted(listed) == sorted(names(Config()))
+    assert len(listed) > 80
+
+
+def placed(x):
+    """On a mesh, where a state lies."""
+    mesh = make_mesh(1, 1, 1, jax.devices())
+    return jax.device_put(jnp.asarray(x), NamedSharding(mesh, PartitionSpec()))
+
+
+def updated(config):
+    """The parameters after three updates."""
+    optimizer = state.make_optimizer(config)
+    now = state.init(optimizer, placed(START))
+    update = state.Update(optimizer, config.clip_norm, now)
+    for gradient in GRADIENTS:
+        now, _ = update(now, placed(gradient))
+    return np.asarray(now.params)
+
+
+def written_out(config):
+    """AdamW of Loshchilov and Hutter (arXiv 1711.05101), algorithm 2, in float64."""
+    w, m, v = START.astype(np.float64), np.zeros(2), np.zeros(2)
+    for step, gradient in enumerate(GRADIENTS.astype(np.float64), start=1):
+        if config.clip_norm is not None:
+            gradient = gradient * min(1, config.clip_norm / np.linalg.norm(gradient))
+        m = config.b1 * m + (1 - config.b1) * gradient
+        v = config.b2 * v + (1 - config.b2) * gradient**2
+        ratio = m / (1 - config.b1**step)
+        ratio /= np.sqrt(v / (1 - config.b2**step)) + 1e-8
+        rate = config.learning_rate * min(1, step / max(config.warmup_steps, 1))
+        w = w - rate * (ratio + config.weight_decay * w)
+    return w
+
+
+@pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(OptimConfig)])
+def test_every_setting_of_the_optimizer_acts_as_its_equation_says(name):
+    """An accepted setting had no effect (THUDM/slime#397)."""
+    changed = dataclasses.replace(OPTIM, **{name: OTHER_OPTIM[name]})
+    np.testing.assert_allclose(updated(changed), written_out(changed), rtol=1e-5)
+    assert np.max(np.abs(written_out(changed) - written_out(OPTIM))) > 1e-3
+
+
+class Saved:
+    """Checkpoints that are looked at."""
+
+    def __init__(self):
+        self.steps = []
+
+    def latest(self):
+        return None
+
+    def save(self, step, now, facts):
+        self.steps.append(step)
+
+    def wait(self):
+        pass
+
+
+def supervised_update(config, optimizer, like):
+    """Another loss in place of the model's, which takes seconds to compile."""
+
+    def update(now, batch):
+        gradient = jnp.mean(batch["tokens"], axis=0) - 50.0
+        updates, opt_state = optimizer.update(gradient, now.opt_state, now.params)
+        return state.State(now.params + updates, opt_state), 0.0
+
+    return update
+
+
+def warmed(monkeypatch, **changes):
+    """Steps, checkpoints, questions asked and the parameters of a short warm start."""
+    defaults = {
+        "steps": 4,
+        "batch_size": 8,
+        "learning_rate": 3e-2,
+        "target_success": 1.0,
+        "check_every_steps": 2,
+        "check_questions": 3,
+    }
+    settings = {f"warm_start.{k}": x for k, x in (defaults | changes).items()}
+    config = echo_task.replace(echo_task.small(), settings)
+    asked = []
+
+    def heldout(run, version, questions, samples, **rest):
+        asked.append(questions)
+        return Evaluation(np.array([1] * 3 + [0]), 1, [], {})
+
+    monkeypatch.setattr(warm_start, "heldout", heldout)
+    monkeypatch.setattr(warm_start, "supervised_update", supervised_update)
+    run = types.SimpleNamespace(
+        config=config,
+        tasks=echo_task.tasks(),
+        publish=lambda params, version: None,
+        set_reference=lambda params: None,
+        on_line=lambda line: None,
+    )
+    saved = Saved()
+    found = warm_start.warm_start(run, placed(np.zeros(24, np.float32)), saved)
+    return found.steps, tuple(saved.steps), tuple(asked), found.params.tolist()
+
+
+def test_every_setting_of_the_warm_start_acts(monkeypatch):
+    """An accepted setting had no effect (THUDM/slime#397)."""
+    usual = warmed(monkeypatch)
+    assert usual[:3] == (4, (2, 4), (3, 3))
+    assert warmed(monkeypatch) == usual
+    for changes, expected in (
+        ({"steps": 2}, (2, (2,), (3,))),
+        ({"target_success": 0.5}, (2, (2,), (3,))),
+        ({"check_every_steps": 3}, (4, (3, 4), (3, 3))),
+        ({"check_questions": 4}, (4, (2, 4), (4, 4))),
+        ({"batch_size": 16}, usual[:3]),
+        ({"learning_rate": 1e-2}, usual[:3]),
+    ):
+        found = warmed(monkeypatch, **changes)
+        assert found[:3] == expected
+        same = "check_every_steps" in changes or "check_questions" in changes
+        assert (found[3] == usual[3]) == same
+
+
+def test_settings_of_an_evaluation_arrive(monkeypatch):
+    asked = []
+
+    def heldout(run, version, questions, samples):
+        asked.append((questions, samples))
+        return Evaluation(np.array([0, 1]), samples, [], {})
+
+    monkeypatch.setattr(train, "heldout", heldout)
+    display = types.SimpleNamespace(evaluation=lambda *shown: asked.append(shown[1:]))
+    changes = {"evaluation.questions": 2, "evaluation.samples": 3}
+    run = types.SimpleNamespace(config=echo_task.small(**changes))
+    train._evaluate(run, display, 0, 0, "held-out success")
+    assert asked == [(2, 3), (1, 6)]
