@@ -36,6 +36,7 @@ setup(
             *TASKS,
             *PLOTS,
             *TENSORBOARD,
+            "hypothesis>=6.170.17,<7",
             "pytest>=8.2,<10",
             "ruff>=0.17.6,<0.18",  # one minor version: the next formats differently
         ],

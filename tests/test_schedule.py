@@ -385,11 +385,10 @@ def test_batch_wide_sums_take_only_groups_that_are_certain_to_count():
     assert rewarded(schedule, "b", (1.0, 0.0)) == [([("b", m)], 0) for m in (0, 1)]
 
 
-def test_filter_looks_at_raw_rewards():
-    """NVIDIA-NeMo/RL#2431: a length penalty must not save an all-wrong group."""
-    schedule = plan(drop_uniform=True)
+def test_sums_that_no_advantage_multiplies_take_any_reward():
+    schedule = plan(most_rewards=2, exact=True)
+    schedule.weighted = False
     schedule.open_group("a", 4)
-    for member, shaped in enumerate((0.0, 0.0, -0.5, -0.5)):
-        schedule.complete("a", member)
-        close = schedule.reward("a", member, shaped, 0.0)
-    assert close == Close("a", "filtered")
+    calls = rewarded(schedule, "a", (0.0, 1.0, 2.0))
+    assert calls == [([("a", member)], 0) for member in range(3)]
+    assert schedule.waited_for_sum == 0

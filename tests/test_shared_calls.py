@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+import stories
 from jax.sharding import NamedSharding, PartitionSpec
 from toy_stream import MEAN, additive, toy, weighted
 
@@ -76,7 +77,7 @@ def few_rewards(rng, fail_share):
         members = []
         for _ in range(rng.randint(2, 9)):
             count = rng.choice([0, 1, 1, 1, 2])
-            member = oracle.member(rng, rng.choice(values), samples=count)
+            member = stories.member(rng, rng.choice(values), samples=count)
             member.failed = rng.random() < fail_share
             members.append(member)
         groups[name] = members
@@ -90,7 +91,7 @@ def told(stream, groups, events, learner, rng):
     stream.open_group = lambda *_: None  # they are open
     for event in events:
         learner.busy = rng.random() < 0.9
-        oracle.tell(stream, groups, [event])
+        stories.tell(stream, groups, [event])
     learner.busy = False
     return stream.finish()
 
@@ -118,7 +119,7 @@ def test_shared_calls_change_nothing_but_the_rounding(learner, partial, parts):
             rows_per_call=rng.choice([2, 3, 4]),
             on_call=lambda call, ended, calls=calls: calls.append(call),
         )
-        events = oracle.story(groups, rng, rewards=estimator is not None)
+        events = stories.story(groups, rng, rewards=estimator is not None)
         gradient, report = told(stream, groups, events, learner, rng)
         assert oracle.distance(gradient, reference.gradient) < oracle.FLOAT32_SUMS
         scale = max(abs(reference.loss), 1.0)
@@ -259,7 +260,7 @@ def test_shared_calls_on_a_mesh_give_the_same_sums(learner, shape):
     grid = mesh.make_mesh(*shape)
     place = NamedSharding(grid, PartitionSpec())
     rng = random.Random(2)
-    members = [oracle.member(rng, r) for r in (1.0, 0.0, 1.0, 1.0, 1.0, 0.0)]
+    members = [stories.member(rng, r) for r in (1.0, 0.0, 1.0, 1.0, 1.0, 0.0)]
     settings = ("mean_std_0", "trajectories", "drop", "both")
     reference = oracle.whole_batch({"a": members}, *settings)
     calls = []

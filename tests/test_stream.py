@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+import stories
 from toy_stream import feed, toy
 
 from thundersync_jax import GradientStream, Surrogate, advantages
@@ -49,7 +50,7 @@ def run(groups, events, estimator, denominator, partial, parts, **stream):
         partial_groups=partial,
         **stream,
     )
-    oracle.tell(step, groups, events)
+    stories.tell(step, groups, events)
     return step.finish()
 
 
@@ -90,7 +91,7 @@ def test_any_story_under_any_rule_equals_the_whole_batch(
     rng = random.Random(f"{learner} {partial} {parts}")
     ways = collections.Counter()
     for _ in range(20):
-        groups = oracle.random_groups(rng, fail_share=rng.choice([0.0, 0.1, 0.3]))
+        groups = stories.random_groups(rng, fail_share=rng.choice([0.0, 0.1, 0.3]))
         settings = {
             "estimator": rng.choice([*ESTIMATORS, *[None] * (parts == "additive")]),
             "denominator": rng.choice(["none", "groups", "trajectories", "tokens", 3]),
@@ -101,7 +102,7 @@ def test_any_story_under_any_rule_equals_the_whole_batch(
         for release in ("trajectory", "trajectory", "group", "batch"):
             result = run(
                 groups,
-                oracle.story(groups, rng, rewards=settings["estimator"] is not None),
+                stories.story(groups, rng, rewards=settings["estimator"] is not None),
                 **settings,
                 release=release,
                 open_groups=rng.randint(1, 8),
@@ -127,7 +128,7 @@ def test_any_story_under_any_rule_equals_the_whole_batch(
 def test_number_of_open_groups_changes_nothing(open_groups):
     rng = random.Random(0)
     groups = {
-        g: [oracle.member(rng, rng.gauss(0, 1)) for _ in "1234"] for g in range(10)
+        g: [stories.member(rng, rng.gauss(0, 1)) for _ in "1234"] for g in range(10)
     }
     reference = oracle.whole_batch(groups, **SETTINGS)
     # Round robin: every group misses a member until the very end.
@@ -148,7 +149,7 @@ def test_number_of_open_groups_changes_nothing(open_groups):
 
 
 def test_reward_may_come_before_the_last_token():
-    groups = {"a": [oracle.member(random.Random(m), float(m)) for m in range(3)]}
+    groups = {"a": [stories.member(random.Random(m), float(m)) for m in range(3)]}
     reference = oracle.whole_batch(groups, **SETTINGS)
     events = [("reward", "a", m) for m in range(3)]
     events += [("complete", "a", m, 0) for m in (2, 0, 1)]
@@ -158,10 +159,10 @@ def test_reward_may_come_before_the_last_token():
 def test_samples_of_a_member_share_its_advantage_and_count_once():
     """Two samples of a member are the same gradient as one with both parts."""
     rng = random.Random(3)
-    groups = {"a": [oracle.member(rng, r, samples=2) for r in (1.0, 0.0)]}
+    groups = {"a": [stories.member(rng, r, samples=2) for r in (1.0, 0.0)]}
     summed = {
         "a": [
-            oracle.Member(
+            stories.Member(
                 [jax.tree.map(lambda *xs: sum(xs), *m.samples)],
                 [sum(m.tokens)],
                 m.reward,
@@ -171,7 +172,7 @@ def test_samples_of_a_member_share_its_advantage_and_count_once():
     }
     for release in RELEASES:
         (two, report), (one, _) = (
-            run(g, oracle.story(g, rng), **SETTINGS, release=release)
+            run(g, stories.story(g, rng), **SETTINGS, release=release)
             for g in (groups, summed)
         )
         assert oracle.distance(two, one) < oracle.FLOAT32_SUMS
@@ -210,12 +211,12 @@ def test_frozen_arrays_are_an_argument_and_get_no_gradient():
 def test_metrics_and_loss_are_equal_under_every_release_rule():
     rng = random.Random(8)
     groups = {
-        g: [oracle.member(rng, r) for r in rewards]
+        g: [stories.member(rng, r) for r in rewards]
         for g, rewards in {"uniform": (1, 1, 1), "mixed": (0, 1, 0)}.items()
     }
     reference = oracle.whole_batch(groups, **SETTINGS)
     for release in RELEASES:
-        _, report = run(groups, oracle.story(groups, rng), **SETTINGS, release=release)
+        _, report = run(groups, stories.story(groups, rng), **SETTINGS, release=release)
         assert report.metrics == pytest.approx(reference.metrics, rel=1e-6)
         assert report.loss == pytest.approx(reference.loss, rel=1e-5)
         assert report.uniform_groups == 1
@@ -223,11 +224,11 @@ def test_metrics_and_loss_are_equal_under_every_release_rule():
 
 def test_without_an_estimator_completion_settles_a_member():
     rng = random.Random(2)
-    groups = {g: [oracle.member(rng, 0.0) for _ in range(2)] for g in range(3)}
+    groups = {g: [stories.member(rng, 0.0) for _ in range(2)] for g in range(3)}
     settings = SETTINGS | {"estimator": None, "parts": "additive"}
     reference = oracle.whole_batch(groups, **settings)
     for release in RELEASES:
-        events = oracle.story(groups, rng, rewards=False)
+        events = stories.story(groups, rng, rewards=False)
         result = run(groups, events, **settings, release=release)
         check(result, reference, "additive")
 

@@ -10,8 +10,7 @@ in this order:
 Groups that share sums are a *unit*: one group, or all of a step where the estimator
 looks at the whole batch. A place holds the sums of one unit that still misses rewards:
 linear combinations of all its gradients or, in exact mode, one sum per distinct reward.
-There final work goes into the sum of its reward too, in one extra place that complete
-units use one after the other.
+There final work goes into sums too, in one extra place, one unit after the other.
 
 Work goes sample by sample, except where a full call of one program is waiting: of
 final samples, or of known ones with equal rewards in one unit, whose gradients all its
@@ -212,7 +211,7 @@ class Schedule:
         for unit in self._units.values():
             self._finalize(unit)
         if not self._by_reward:
-            # One program after another, so that calls are full; then the step's order.
+            # One program after another, so that calls are full.
             first: dict[Hashable, int] = {}
             for item in self._final:
                 first.setdefault(item.bucket, len(first))
@@ -308,10 +307,10 @@ class Schedule:
             unit.left[member.reward] += len(member.items)
 
     def _offer(self, unit: _Unit) -> None:
-        if unit.pending and self.held:
-            self._known[unit.name] = unit
-        elif unit.pending:
+        if not self.held:
             self._finalize(unit)
+        elif unit.pending:
+            self._known[unit.name] = unit
 
     def _count_waiting(self, unit: _Unit) -> None:
         if self._rules.release == "trajectory":
@@ -345,11 +344,12 @@ class Schedule:
     def _fits(self, unit: _Unit, item: Item) -> bool:
         """Whether a sample's reward is among those that a unit may sum already."""
         most, there = self._rules.most_rewards, unit.streamed
-        return most is None or len(there) < most or self.reward_of(item) in there
+        few = most is None or len(there) < most or not self.by_baseline
+        return few or self.reward_of(item) in there
 
     def _may_start(self, unit: _Unit) -> bool:
-        placed = unit.place is not None or self._free
-        return bool(placed) and any(self._fits(unit, x) for x in unit.pending)
+        placed = unit.place is not None or bool(self._free)
+        return placed and any(self._fits(unit, x) for x in unit.pending)
 
     def _final_call(self, replica: int) -> Call:
         # Under batch release nothing will join the last call of a bucket. A lone
