@@ -38,6 +38,14 @@ class Options:
 
 
 WRONG = {
+    "loss.pass_k is 1 with": lambda: Config(
+        loss=LossConfig(advantage="pass_at_k", pass_k=1)
+    ),
+    "loss.baseline is 1e+31": lambda: LossConfig(
+        advantage="fixed_baseline", baseline=1e31
+    ),
+    "loss.length_penalty is 1e+31": lambda: LossConfig(length_penalty=1e31),
+    "loss.kl_coef is 1e+300": lambda: LossConfig(kl_coef=1e300),
     "model.layers is '2'": lambda: ModelConfig(layers="2"),
     "model.layers is 2.0": lambda: ModelConfig(layers=2.0),
     "model.layers is True": lambda: ModelConfig(layers=True),
@@ -61,7 +69,6 @@ WRONG = {
         advantage="pass_at_k", std_eps=0.1
     ),
     "loss.pass_k is 2 with loss.advantage 'mean_std'": lambda: LossConfig(pass_k=2),
-    "loss.pass_k is 0": lambda: LossConfig(advantage="pass_at_k", pass_k=0),
     "loss.baseline is 0.5 with loss.advantage 'leave_one_out'": lambda: LossConfig(
         advantage="leave_one_out", baseline=0.5
     ),

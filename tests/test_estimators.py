@@ -88,11 +88,6 @@ def test_a_function_that_refuses_everything_is_refused():
         Estimator("mine", never)
 
 
-def test_a_mistake_in_a_function_shows_as_what_it_is():
-    with pytest.raises(AttributeError, match="no_such_name"):
-        Estimator("mine", lambda r: r.no_such_name)
-
-
 @pytest.mark.parametrize("reward", [np.nan, np.inf])
 def test_rewards_that_are_not_finite_are_refused(reward):
     estimator = Estimator("above_median", above_median)
@@ -111,3 +106,22 @@ def test_what_only_shows_later_is_refused_then():
     estimator = Estimator("late", late)
     with pytest.raises(ValueError, match="estimator late: equal rewards"):
         estimator.table([0.0] * 7 + [1.0])
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda r: {}[7], "estimator odd: .*KeyError: 7"),
+        (lambda r: (r - r.mean()) * 1j, "estimator odd: .*complex"),
+        (None, "estimator odd: .*NoneType"),
+    ],
+)
+def test_whatever_a_function_does_is_one_line_with_its_name(function, message):
+    with pytest.raises(ValueError, match=message):
+        Estimator("odd", function)
+
+
+def test_an_error_in_the_middle_of_a_step_names_estimator_and_rewards():
+    late = Estimator("late", lambda r: r * (1 / 0) if 7.0 in r else r - r.mean())
+    with pytest.raises(ValueError, match=r"late: .*ZeroDivisionError.*\[1, 7\]"):
+        late.table([7.0, 1.0])

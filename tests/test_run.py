@@ -59,6 +59,16 @@ def test_refused_tasks_leave_the_work_directory_free(tmp_path):
     assert train.train(other, tmp_path, environment=echo_task.make)["steps"] == 1
 
 
+def test_refused_memory_leaves_the_work_directory_free(tmp_path):
+    config = echo_task.small(warm_start_steps=0, steps=1, release="trajectory")
+    little = echo_task.replace(config, {"group_sum_bytes": 10})
+    with pytest.raises(ConfigError, match="group_sum_bytes is 10"):
+        train.train(little, tmp_path, environment=echo_task.make)
+    assert not (tmp_path / "config.json").exists()
+    with Run(config, tmp_path, echo_task.make, lambda line: None, owner=True):
+        assert (tmp_path / "config.json").exists()
+
+
 def test_demonstrations_need_an_action(tmp_path):
     factory = changed(demonstrate=lambda word: [])
     with (

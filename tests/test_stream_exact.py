@@ -12,7 +12,14 @@ import stories
 from jax.sharding import NamedSharding, PartitionSpec
 from toy_stream import MEAN, every_way, step, toy, weighted
 
-from thundersync_jax import GradientStream, Surrogate, advantages, mesh, sums
+from thundersync_jax import (
+    GradientStream,
+    Surrogate,
+    advantages,
+    mesh,
+    refusals,
+    sums,
+)
 from thundersync_jax.errors import StreamError
 from thundersync_jax.learner import Learner
 from thundersync_jax.ops import exact_sum
@@ -207,3 +214,43 @@ def test_bfloat16_gradients_are_summed_without_loss():
         gradient, _ = stream.finish()
         assert gradient["x"].dtype == jnp.float32
         assert float(gradient["x"]) == 1000.0
+
+
+@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("accumulator", ["plain", "exact"])
+def test_rewards_may_differ_by_less_than_a_float_can_divide_by(release, accumulator):
+    groups = {"a": [0.0, 1e-310, 2e-310]}
+    order = [("a", member) for member in range(3)]
+    estimator = advantages.mean_std(eps=0.0)
+    gradient, _ = step(
+        groups, {"a": [1.0, 2.0, 3.0]}, order,
+        estimator=estimator, accumulator=accumulator, release=release,
+    )  # fmt: skip
+    assert float(gradient) == pytest.approx(2 * 1.5**0.5, rel=1e-5)
+
+
+def test_more_samples_than_addends_are_refused_as_they_come(monkeypatch):
+    monkeypatch.setattr(refusals, "MAX_ADDENDS", 3)
+    stream = toy(accumulator="exact", estimator=advantages.fixed_baseline(0.0))
+    stream.open_group("a", 5)
+    for member in range(3):
+        stream.complete("a", member, {"s": 1.0})
+        stream.reward("a", member, 1.0)
+    with pytest.raises(ValueError, match="takes 3, use smaller steps or accumulator"):
+        stream.complete("a", 3, {"s": 1.0})
+    for member in (3, 4):  # nothing has changed: it may still go without them
+        stream.fail("a", member, "too many")
+    gradient, _ = stream.finish()
+    assert float(gradient["x"]) == 0.0  # partial groups are dropped
+
+
+def test_advantage_beyond_float32_is_said():
+    estimator = advantages.Estimator("huge", lambda r: (r - r.mean()) * 1e300)
+    stream = toy(accumulator="exact", estimator=estimator)
+    stream.open_group("a", 2)
+    stream.complete("a", 0, {"s": 1.0})
+    stream.reward("a", 0, 1.0)
+    stream.complete("a", 1, {"s": 1.0})
+    with pytest.raises(StreamError, match="leaves float32; scale rewards"):
+        stream.reward("a", 1, 0.0)
+        stream.finish()

@@ -35,6 +35,15 @@ def at_least_zero(group: Any, prefix: str, names: list[str]) -> None:
         require(value >= 0, f"{prefix}{name} is {value}", "at least 0", way_out)
 
 
+def below(group: Any, prefix: str, names: list[str], limit: float) -> None:
+    """Requires fields of a group to be smaller than a limit in magnitude."""
+    for name in names:
+        value = getattr(group, name)
+        expected = f"less than {limit:g} in magnitude: sums are in float32"
+        way_out = f"Set {prefix}{name} to what a reward may be."
+        require(abs(value) < limit, f"{prefix}{name} is {value}", expected, way_out)
+
+
 def share(group: Any, prefix: str, names: list[str]) -> None:
     """Requires fields of a group to lie between zero and one."""
     for name in names:

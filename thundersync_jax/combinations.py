@@ -79,10 +79,10 @@ def _check_groups(config: Config) -> None:
         "Set rollout.group_size to 8 or the like.",
     )
     require(
-        loss.advantage != "pass_at_k" or loss.pass_k <= size,
+        loss.advantage != "pass_at_k" or 2 <= loss.pass_k <= size,
         f"loss.pass_k is {loss.pass_k} with rollout.group_size {size}",
-        "no more attempts than a group has",
-        "Lower loss.pass_k or raise rollout.group_size.",
+        "at least 2 attempts and no more than a group has",
+        "Set loss.pass_k to 2, or loss.advantage to 'leave_one_out' for the best of 1.",
     )
     require(
         config.uniform_groups == "keep" or size > 1,

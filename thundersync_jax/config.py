@@ -12,12 +12,14 @@ from typing import Any, Literal
 from thundersync_jax import combinations
 from thundersync_jax.checks import (
     at_least_zero,
+    below,
     effective,
     positive,
     require,
     share,
 )
 from thundersync_jax.settings import check_types, is_frozen_dataclass
+from thundersync_jax.types import LARGEST_REWARD
 
 Release = Literal["batch", "group", "trajectory"]
 Accumulator = Literal["plain", "exact"]
@@ -144,7 +146,8 @@ class LossConfig:
         share(self, "loss.", ["baseline_decay"])
         at_least_zero(self, "loss.", ["std_eps", "kl_coef", "entropy_coef"])
         at_least_zero(self, "loss.", ["length_penalty", "length_free_tokens"])
-        positive(self, "loss.", ["pass_k"])
+        sizes = ["baseline", "kl_coef", "entropy_coef", "length_penalty"]
+        below(self, "loss.", sizes, LARGEST_REWARD)
         if self.constant is not None:
             positive(self, "loss.", ["constant"])
         if self.importance_cap is not None:

@@ -24,7 +24,7 @@ class Report:
       dropped_groups: Groups that left nothing, because a member failed or all did.
       filtered_groups: Groups that left nothing, because their raw rewards were equal.
       short_groups: Kept groups with failed members.
-      uniform_groups: Kept groups whose rewards are all equal (advantage 0).
+      uniform_groups: Kept groups whose rewards are all equal.
       kept_members: Members that count.
       failed_members: Members that failed, in kept and in dropped groups.
       invalid_rewards: Those of them that failed with reason "invalid_reward".
@@ -225,7 +225,7 @@ class Ledger:
             column = [row[index] for row in rows]
             # numpy's maximum keeps a NaN, Python's may lose it.
             total = np.max(column, initial=-np.inf) if largest else _sum(column)
-            extras[diagnostic][name] = float(total)
+            extras[diagnostic][name] = float(total) + 0.0  # -0 and 0 are one largest
         failed = {group for group, _ in self.failures}
         reasons = collections.Counter(self.failures.values())
         return Report(

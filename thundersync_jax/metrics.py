@@ -47,7 +47,7 @@ METRICS: dict[str, str] = {
     "dropped_groups": "groups; left out because members failed",
     "filtered_groups": "groups; left out because their rewards were all equal",
     "short_groups": "groups; kept ones of which some members failed",
-    "uniform_groups": "groups; kept ones whose rewards are all equal: no gradient",
+    "uniform_groups": "groups; kept ones whose rewards are all equal",
     "kept_members": "trajectories; of the kept groups, failed ones left out",
     "failed_members": "trajectories; that ended without a reward",
     "invalid_rewards": "trajectories; failed ones whose verdict was no finite number",

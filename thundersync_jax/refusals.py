@@ -13,6 +13,7 @@ from thundersync_jax.types import LARGEST_REWARD
 
 UniformGroups = Literal["keep", "drop"]
 Accumulator = Literal["plain", "exact"]
+MAX_ADDENDS = 8191  # of a sum in ops/exact_sum.py, which needs jax
 _CHOICES = {
     "release": get_args(Release),
     "partial_groups": get_args(PartialGroups),
@@ -76,6 +77,16 @@ def places(release: str, scope: str, lossy: bool, open_groups: Any) -> int:
         "'group' or 'batch'",
     )
     return open_groups
+
+
+def check_addends(group: Hashable, member: int, samples: int) -> None:
+    """Requires room in an exact sum that every sample joins on its own."""
+    if samples >= MAX_ADDENDS:
+        raise ValueError(
+            f"group {group!r} member {member} brings a sample after {samples} others; "
+            f"an exact sum takes {MAX_ADDENDS}, use smaller steps or accumulator "
+            "'plain'"
+        )
 
 
 def check_count(name: str, value: Any, way_out: str) -> None:

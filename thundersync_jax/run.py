@@ -37,7 +37,7 @@ from thundersync_jax.rollout.pool import RolloutPool
 from thundersync_jax.stream import GradientStream
 from thundersync_jax.timeline import Timeline
 from thundersync_jax.types import Trajectory, TrajectoryKey
-from thundersync_jax.workdir import claim, locked
+from thundersync_jax.workdir import check_claim, claim, locked
 
 Tree = Any
 Factory = Callable[..., TaskSet]
@@ -74,9 +74,16 @@ class Run:
         factory = environment or load_factory(config.env.factory)
         self.tasks = _checked(factory(config.env, config.seed), config)
         self._held = contextlib.ExitStack()
+        try:
+            self._build(config, workdir, owner)
+        except BaseException:
+            self._held.close()
+            raise
+
+    def _build(self, config: Config, workdir: str | Path, owner: bool) -> None:
         if owner:
             self._held.enter_context(locked(workdir))
-            claim(workdir, config)
+            check_claim(workdir, config)
         devices.prepare(config)
         self.placement = devices.place(config.mesh)
         self.optimizer = state.make_optimizer(config.optim)
@@ -92,6 +99,8 @@ class Run:
         params = self.initial_params()
         found = memory.plan(config, self.estimator, params)
         self.open_groups = found.open_groups
+        if owner:  # nothing refuses the config any more
+            claim(workdir, config)
         self._introduce(params, found)
         self.engine = InProcessEngine(
             config.model,

@@ -50,8 +50,8 @@ class GradientStream:
         number.
       release: When a gradient may start: "batch" once `finish` is called, "group" once
         all rewards of its group are in, "trajectory" once its own reward is in.
-      open_groups: How many incomplete groups may hold sums, each up to 3 times the
-        parameters' size in float32. Needed under "trajectory" release only.
+      open_groups: How many incomplete groups may hold sums, up to 3 of the parameters'
+        size in float32 each. Needed under "trajectory" release only.
       partial_groups: What a group with failed members does: "drop" leaves nothing of
         it, "keep" makes its survivors the group, "fail" ends the step with an error.
       uniform_groups: What a group does whose raw rewards are all equal: "keep" counts
@@ -59,7 +59,8 @@ class GradientStream:
       accumulator: "plain" sums in float32; "exact" sums, three times as large, whose
         bits depend on no order, release rule or number of open groups. Then every call
         takes one sample, and of a group that misses rewards those with the first two
-        distinct rewards only.
+        distinct rewards only; a sum takes 8,191 addends, which are the distinct rewards
+        of each group, or all samples where no group is needed or something is additive.
       policy_version: Of `params`; samples of another one are refused. Where it is None
         the first version seen is the one.
       frozen: Further arrays for the surrogate, such as a reference policy. No gradient.
@@ -176,6 +177,9 @@ class GradientStream:
         tree = jax.tree.map(signature.sample_leaf, padded.tree)
         bucket = signature.shapes(tree)
         parts = self._learner.examine(tree, bucket, self._estimator)
+        if self._exact:
+            alone = parts.additive or self._scope == "member"
+            refusals.check_addends(group, member, len(self._ledger.samples) * alone)
         item = self._schedule.sample(group, member, bucket)
         self._ledger.samples[item[:3]] = Record(
             self._learner.put(tree), tokens, padded.real_tokens, padded.padded_tokens

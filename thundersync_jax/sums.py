@@ -133,24 +133,18 @@ class PlainSums:
           table: Advantages of the unit; not looked at where nothing is kept.
         """
         rewards = list(self._rewards.pop(fold.unit, ()))
-        numbers = []
-        if fold.kept and rewards:
-            centre = rewards[0]
-            farthest = max(rewards, key=lambda r: abs(r - centre))
-            scale, offset = line(table, centre, farthest)
-            numbers = [offset, scale]
         for replica in fold.replicas:
             units = self._units.pop((replica, fold.place), None)
             if units is None:  # every gradient there had the coefficient 0
                 continue
-            # The sum of additive gradients, if there is one, counts as it is.
-            parts = np.ones(len(units))
-            parts[: len(numbers)] = numbers
-            if fold.kept and np.any(parts * units):
+            numbers = units.copy()  # a sum of additive gradients counts as it is
+            if fold.kept and rewards:
+                farthest = max(rewards, key=lambda r: abs(r - rewards[0]))
+                slope, offset = line(table, rewards[0], farthest, units[1])
+                numbers[:2] = offset * units[0], slope
+            if fold.kept and np.any(numbers):
                 self._batches[replica] = accumulator.close_group(
-                    self._batches[replica],
-                    self._sums[replica, fold.place],
-                    parts * units,
+                    self._batches[replica], self._sums[replica, fold.place], numbers
                 )
 
     def finish(self, denominator: float) -> tuple[Tree, jax.Array]:
@@ -233,6 +227,11 @@ class ExactSums:
         coefficient = 1.0
         if fold.kept and fold.reward is not None:
             coefficient = table[fold.reward]
+            if abs(coefficient) > float(np.finfo(np.float32).max):
+                raise StreamError(
+                    f"the advantage {coefficient:g} of reward {fold.reward:g} leaves "
+                    "float32; scale rewards or the estimator down"
+                )
         home, *others = states
         if fold.kept and coefficient != 0:
             for other in others:  # before they are rounded
@@ -264,7 +263,10 @@ class ExactSums:
         try:
             exact_sum.check(total)
         except ValueError as error:
-            raise StreamError(f"{error}; nothing was updated") from None
+            raise StreamError(
+                f"{error}; nothing was updated. Smaller steps, rewards or losses fit, "
+                "or accumulator 'plain'"
+            ) from None
         return accumulator.finalize(_read(total), denominator, self._params)
 
 

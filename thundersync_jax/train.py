@@ -3,7 +3,7 @@
     python -m thundersync_jax.train --config=configs/quickstart.py --workdir=DIR
 
 The same command again resumes. A step whose gradient is exactly zero (nothing kept, or
-all rewards of every group equal) updates nothing: parameters, optimizer state and
+every advantage 0 and no other term) updates nothing: parameters, optimizer state and
 policy version stay, the step counts.
 """
 
@@ -241,10 +241,15 @@ def _close(run: Run, display: Display, now: state.State, version: int, warm) -> 
             for release, one in lives.items()
         ]
     )
-    display.line(
-        f"{batch.report.uniform_groups} of {batch.report.kept_groups} groups have "
-        "equal rewards, no gradient: only batch and group release know in time."
-    )
+    if not run.config.loss.has_additive:
+        groups: dict[int, list[float]] = {}
+        for (group, _), advantage in batch.advantages.items():
+            groups.setdefault(group, []).append(advantage)
+        idle = sum(not any(advantages) for advantages in groups.values())
+        display.line(
+            f"{idle} of {len(groups)} groups have advantages of 0 alone, no gradient: "
+            "only batch and group release know in time."
+        )
     write_chrome_trace(run.workdir / "timeline.json", run.timeline.spans())
     _draw(run, display, {release: one.spans for release, one in lives.items()}, warm)
 

@@ -59,18 +59,25 @@ def claim(workdir: str | os.PathLike, config: Config) -> None:
       ConfigError: The directory belongs to a run with other settings, or it cannot be
         a directory or be written to.
     """
-    path = _made(workdir) / "config.json"
-    if path.exists():
-        saved = _read(path, "config", "Use another --workdir.")
-        more_steps = saved["steps"] < config.steps
-        compared = saved | {"steps": config.steps} if more_steps else saved
-        check_same_config(compared, config, str(workdir))
-        if not more_steps:
-            return
+    if not check_claim(workdir, config):
+        return
+    path = Path(workdir) / "config.json"
     try:
         replace_text(path, json.dumps(config_dict(config), indent=2) + "\n")
     except OSError as error:
         raise _unusable(workdir, error) from error
+
+
+def check_claim(workdir: str | os.PathLike, config: Config) -> bool:
+    """Raises what `claim` would; returns whether it has something to write."""
+    path = _made(workdir) / "config.json"
+    if not path.exists():
+        return True
+    saved = _read(path, "config", "Use another --workdir.")
+    more_steps = saved["steps"] < config.steps
+    compared = saved | {"steps": config.steps} if more_steps else saved
+    check_same_config(compared, config, str(workdir))
+    return more_steps
 
 
 def save_result(workdir: str | os.PathLike, result: Mapping[str, Any]) -> None:

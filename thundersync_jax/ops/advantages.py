@@ -18,18 +18,15 @@ digits, and, but for a fixed baseline, equal rewards give exactly 0.
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, get_args
 
 import numpy as np
 
 Scope = Literal["member", "group", "batch"]
-
-# Advantages that differ by less, relative to the largest, differ by rounding.
-ROUNDING = 1e-9
-
-# What a declaration is tried on: survivors few and alone, ties, three and more distinct
-# rewards, an offset.
+ROUNDING = 1e-9  # of advantages, relative to the largest
+# What a declaration is tried on: few survivors and one, ties, distinct rewards, offset.
 _PROBES = (
     [0.5],
     [1.0, 0.0],
@@ -50,11 +47,11 @@ class Estimator:
       function: Rewards float64[N] of one scope, N >= 1, to advantages float64[N]. It
         may depend on a member's own reward and on the set of all rewards, nothing else.
       scope: Whose rewards it is given.
-      affine: Whether A_i = scale * r_i + offset. A wrong True would be a wrong
-        gradient and is refused; a wrong False costs only waiting.
+      affine: Whether A_i = scale * r_i + offset. A wrong True makes wrong gradients; a
+        wrong False costs only waiting.
 
     Raises:
-      ValueError: On small lists of rewards the function does not do what is declared.
+      ValueError: On one of some small lists of rewards it does not do as declared.
     """
 
     name: str
@@ -105,11 +102,11 @@ class Estimator:
 
 
 def line(
-    table: Mapping[float, float], centre: float, other: float
+    table: Mapping[float, float], centre: float, other: float, unit: float = 1.0
 ) -> tuple[float, float]:
     """Returns `(scale, offset)` of the line through two rows of a table.
 
-        A(r) = scale * (r - centre) + offset,  offset = A(centre)
+        A(r) = scale * (r - centre) / unit + offset,  offset = A(centre)
 
     It holds for these two rewards, and for every reward where the estimator is affine;
     there, the reward farthest from the centre gives the best scale.
@@ -118,11 +115,13 @@ def line(
       table: As `Estimator.table` returns it.
       centre: A reward of the table.
       other: Another; or the centre itself, for the constant through it alone.
+      unit: What rewards are measured in: where they differ by 1e-310, the scale per 1
+        would not be finite.
     """
     offset = table[centre]
     if other == centre:
         return 0.0, offset
-    return (table[other] - offset) / (other - centre), offset
+    return (table[other] - offset) * (unit / (other - centre)), offset
 
 
 def mean_std(ddof: int = 0, eps: float = 1e-6) -> Estimator:
@@ -195,9 +194,8 @@ def leave_one_out_std(ddof: int = 1, eps: float = 1e-6) -> Estimator:
         return ((rewards[i] - others[0]) - mean) / (std + eps) if std > 0 else 0.0
 
     def function(rewards):
-        if len(rewards) == 1:
-            return np.zeros(1)
-        return np.array([one(rewards, i) for i in range(len(rewards))])
+        members = range(len(rewards))
+        return np.array([one(rewards, i) if i or members[1:] else 0.0 for i in members])
 
     return Estimator(f"leave_one_out_std(ddof={ddof}, eps={eps:g})", function)
 
@@ -216,7 +214,7 @@ def batch_mean_std(ddof: int = 0, eps: float = 1e-6) -> Estimator:
       ValueError: `ddof` is not 0 or 1, or `eps` is negative or not finite.
 
     Source: REINFORCE++, Hu et al. 2025 (arXiv 2501.03262), its global normalisation.
-    Differs: rewards are those of whole trajectories, without a KL per token inside.
+    Differs: rewards of whole trajectories, without a KL per token inside.
     """
     name = f"batch_mean_std(ddof={ddof}, eps={eps:g})"
     return Estimator(name, _standardised(ddof, eps), scope="batch", affine=True)
@@ -246,7 +244,7 @@ def pass_at_k(k: int) -> Estimator:
       baseline of k - 1 companions.
     Differs: times N, as the divisor of a loss is applied elsewhere; groups below k.
     """
-    if k != int(k) or k < 2:
+    if not isinstance(k, numbers.Integral) or k < 2:
         raise ValueError(
             f"k is {k!r}; expected a whole number >= 2 (leave_one_out serves k = 1)"
         )
@@ -316,9 +314,15 @@ def _refuse_moments(ddof, eps):
 
 
 def _called(estimator, rewards):
-    # A copy, so that a function that works in place harms nothing.
-    with np.errstate(all="ignore"):
-        return np.asarray(estimator.function(rewards.copy()), np.float64)
+    try:  # a copy, so that a function that works in place harms nothing
+        with np.errstate(all="ignore"):
+            values = np.asarray(estimator.function(rewards.copy()))
+        return values.astype(np.float64, casting="same_kind")
+    except Exception as error:  # whatever somebody's function does
+        raise ValueError(
+            f"estimator {estimator.name}: its function ended with "
+            f"{type(error).__name__}: {error}, for rewards {_shown(rewards)}"
+        ) from error
 
 
 def _checked(estimator, rewards, values):
@@ -348,16 +352,13 @@ def _probe(estimator):
     for rewards in map(np.array, _PROBES):
         try:
             values = _called(estimator, rewards)
-        except (ValueError, ArithmeticError) as refusal:
+        except ValueError as refusal:
             refusals.append(refusal)
         else:
             values = _checked(estimator, rewards, values)
             _refuse_declarations(estimator, rewards, values)
     if len(refusals) == len(_PROBES):
-        raise ValueError(
-            f"estimator {estimator.name}: the function refuses every list of rewards "
-            f"it was tried on ({refusals[-1]})"
-        )
+        raise ValueError(f"{refusals[-1]}; so did every list it was tried on")
 
 
 def _refuse_declarations(estimator, rewards, values):
