@@ -52,7 +52,12 @@ def gradient_call(fsdp, tensor):
     """The gradient that a replica sums, and its program's flops per device."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, MODEL.vocab_size, TOKENS, dtype=np.int32)
-    sample = {"tokens": tokens, "weights": rng.random(TOKENS, dtype=np.float32)}
+    sample = {
+        "tokens": tokens,
+        "weights": rng.random(TOKENS, dtype=np.float32),
+        "mask": np.ones(TOKENS, bool),
+        "logprobs": np.zeros(TOKENS, np.float32),
+    }
     flops, gradient = [], surrogate.gradient
 
     def counted(*args):
@@ -63,9 +68,9 @@ def gradient_call(fsdp, tensor):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(surrogate, "gradient", counted)
         replica = Replica(POLICY, parameters(fsdp, tensor))
-        replica.direct([sample], np.array([[1.0, 0.0]]))
+        found, _ = replica.gradient([sample], np.array([[1.0, 0.0]]))
     (count,) = flops
-    return jax.device_get(replica.batch), count
+    return jax.device_get(found), count
 
 
 @pytest.mark.parametrize(("fsdp", "tensor"), [(8, 1), (4, 2), (2, 4)])
