@@ -186,9 +186,9 @@ def test_a_finished_stream_holds_no_sums(tmp_path):
     not os.access("/proc/self/clear_refs", os.W_OK),
     reason="this system does not tell the peak of resident memory",
 )
-@pytest.mark.parametrize("accumulator", sum_memory.ACCUMULATORS)
-def test_resident_memory_grows_by_what_was_said(accumulator):
-    rows = sum_memory.measure(accumulator=accumulator)
+def test_resident_memory_grows_by_what_was_said():
+    """Of exact sums; `sum_memory.py` measures plain ones as well."""
+    rows = sum_memory.measure(accumulator="exact")
     for row in rows:
         assert row.lasting == pytest.approx(row.said, rel=AGREE)
     # One gradient and its intermediate values come on top, whatever the number.

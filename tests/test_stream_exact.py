@@ -55,7 +55,7 @@ def test_one_set_of_bits_under_every_rule_and_order(estimator, surrogate, policy
     rng = random.Random(f"{estimator.name} {policy}")
     settings = {"partial_groups": policy, "uniform_groups": policy}
     plain, streamed = 0, 0
-    for _ in range(6):
+    for _ in range(3):
         groups = stories.random_groups(rng, fail_share=0.1)
         found = {}
         for accumulator, release in itertools.product(("exact", "plain"), RELEASES * 2):
@@ -88,7 +88,7 @@ def test_sum_of_tenths_has_one_value():
     rng = random.Random(0)
     found = {"plain": set(), "exact": set()}
     for accumulator, values in found.items():
-        for _ in range(150):
+        for _ in range(60):
             scores = {"a": rng.sample(tenths, 7)}
             groups = {"a": [1.0] * 7}
             gradient, _ = step(
@@ -124,7 +124,7 @@ def test_replicas_change_no_bit(shape, monkeypatch):
 
     monkeypatch.setattr(sums.ExactSums, "fold", watched)
     rng = random.Random(3)
-    for _ in range(4):
+    for _ in range(2):
         groups = stories.random_groups(rng, fail_share=0.1)
         found = set()
         for replicas, release in itertools.product((1, shape[0]), RELEASES):

@@ -40,7 +40,7 @@ def feed(stream, groups):
             stream.reward(name, index, reward)
 
 
-def orders(groups, count=6, seed=0):
+def orders(groups, count=4, seed=0):
     """Arrival orders: in turn, reversed, groups side by side, and shuffled ones."""
     members = [(g, m) for g, rewards in groups.items() for m in range(len(rewards))]
     rng = random.Random(seed)
