@@ -230,7 +230,7 @@ def test_rewards_may_differ_by_less_than_a_float_can_divide_by(release, accumula
 
 
 def test_more_samples_than_addends_are_refused_as_they_come(monkeypatch):
-    monkeypatch.setattr(refusals, "MAX_ADDENDS", 3)
+    monkeypatch.setattr(refusals, "MOST_ADDENDS", 3)
     stream = toy(accumulator="exact", estimator=advantages.fixed_baseline(0.0))
     stream.open_group("a", 5)
     for member in range(3):

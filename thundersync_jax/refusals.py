@@ -6,6 +6,7 @@ import operator
 from collections.abc import Hashable
 from typing import Any, Literal, get_args
 
+from thundersync_jax.combinations import MOST_ADDENDS
 from thundersync_jax.ledger import PartialGroups
 from thundersync_jax.ops.advantages import Estimator
 from thundersync_jax.schedule import Release
@@ -13,7 +14,6 @@ from thundersync_jax.types import LARGEST_REWARD
 
 UniformGroups = Literal["keep", "drop"]
 Accumulator = Literal["plain", "exact"]
-MAX_ADDENDS = 8191  # of a sum in ops/exact_sum.py, which needs jax
 _CHOICES = {
     "release": get_args(Release),
     "partial_groups": get_args(PartialGroups),
@@ -81,10 +81,10 @@ def places(release: str, scope: str, lossy: bool, open_groups: Any) -> int:
 
 def check_addends(group: Hashable, member: int, samples: int) -> None:
     """Requires room in an exact sum that every sample joins on its own."""
-    if samples >= MAX_ADDENDS:
+    if samples >= MOST_ADDENDS:
         raise ValueError(
             f"group {group!r} member {member} brings a sample after {samples} others; "
-            f"an exact sum takes {MAX_ADDENDS}, use smaller steps or accumulator "
+            f"an exact sum takes {MOST_ADDENDS}, use smaller steps or accumulator "
             "'plain'"
         )
 
