@@ -65,6 +65,59 @@ def logprobs_and_entropies(
     return _forward_both(logits, targets, temperature)[0]
 
 
+def chunked(
+    function: Callable[[jax.Array, Any], Any],
+    hidden_t: jax.Array,
+    operands_t: Any,
+    project: Callable[[jax.Array], jax.Array],
+    chunk_tokens: int,
+) -> Any:
+    """`function(project(hidden), operands)` with one chunk of logits alive.
+
+    Logits are recomputed chunk by chunk in the backward pass.
+
+    Args:
+      function: (float[C, V], pytree of [C, ...]) -> pytree of float[C], position by
+        position. It also sees rows of zeros, which fill the last chunk: it must be
+        differentiable there, and what it makes of them is dropped.
+      hidden_t: float[T, D].
+      operands_t: Pytree of [T, ...], such as targets or a teacher's log-probabilities;
+        not differentiated.
+      project: float[C, D] -> float[C, V], float32 or better; differentiated through
+        what it closes over.
+      chunk_tokens: Largest number of tokens whose logits exist at a time.
+
+    Returns:
+      Pytree of float[T].
+    """
+    tokens = len(hidden_t)
+    chunks = -(-tokens // chunk_tokens)
+    length = -(-tokens // chunks)
+    pad = chunks * length - tokens
+
+    def cut(x_t):
+        padded_t = jnp.pad(x_t, ((0, pad), *[(0, 0)] * (x_t.ndim - 1)))
+        # Chunk j holds tokens j, j + chunks, ...: a token axis that is sharded in
+        # contiguous pieces stays where it is.
+        return padded_t.reshape(length, chunks, *x_t.shape[1:])
+
+    # Indexed where they are: an operand may be as large as all logits.
+    operands_cj = jax.lax.stop_gradient(jax.tree.map(cut, operands_t))
+
+    @jax.checkpoint
+    def one_chunk(arguments):
+        hidden_c, j = arguments
+        operands_c = jax.tree.map(
+            lambda x_cj: jax.lax.dynamic_index_in_dim(x_cj, j, 1, keepdims=False),
+            operands_cj,
+        )
+        return function(project(hidden_c), operands_c)
+
+    hidden_jc = jnp.moveaxis(cut(hidden_t), 1, 0)
+    found_jc = jax.lax.map(one_chunk, (hidden_jc, jnp.arange(chunks)))
+    return jax.tree.map(lambda x: x.T.reshape(chunks * length)[:tokens], found_jc)
+
+
 def chunked_target_logprobs(
     hidden_t: jax.Array,
     target_t: jax.Array,
@@ -74,24 +127,19 @@ def chunked_target_logprobs(
 ) -> jax.Array:
     """`target_logprobs(project(hidden), ...)` with one chunk of logits alive.
 
-    Logits are recomputed chunk by chunk in the backward pass.
-
     Args:
-      hidden_t: float[T, D].
+      hidden_t, project, chunk_tokens: As for `chunked`.
       target_t: int32[T].
-      project: float[C, D] -> float[C, V], float32 or better; differentiated through
-        what it closes over.
       temperature: Scalar; not differentiated.
-      chunk_tokens: Largest number of tokens whose logits exist at a time.
 
     Returns:
       float[T], the dtype that `project` returns.
     """
 
-    def one_chunk(hidden_c, target_c):
-        return target_logprobs(project(hidden_c), target_c, temperature)
+    def one_chunk(logits, target_c):
+        return target_logprobs(logits, target_c, temperature)
 
-    return _in_chunks(one_chunk, hidden_t, target_t, chunk_tokens)
+    return chunked(one_chunk, hidden_t, target_t, project, chunk_tokens)
 
 
 def chunked_logprobs_and_entropies(
@@ -111,25 +159,10 @@ def chunked_logprobs_and_entropies(
       Two float[T], the dtype that `project` returns.
     """
 
-    def one_chunk(hidden_c, target_c):
-        return logprobs_and_entropies(project(hidden_c), target_c, temperature)
+    def one_chunk(logits, target_c):
+        return logprobs_and_entropies(logits, target_c, temperature)
 
-    return _in_chunks(one_chunk, hidden_t, target_t, chunk_tokens)
-
-
-def _in_chunks(one_chunk, hidden_t, target_t, chunk_tokens) -> Any:
-    """A function of (hidden, targets) of a chunk, applied to all tokens."""
-    tokens, width = hidden_t.shape
-    chunks = -(-tokens // chunk_tokens)
-    length = -(-tokens // chunks)
-    pad = chunks * length - tokens
-    # Chunk j holds tokens j, j + chunks, ...: a token axis that is sharded in
-    # contiguous pieces stays where it is.
-    hidden_cj = jnp.pad(hidden_t, ((0, pad), (0, 0))).reshape(length, chunks, width)
-    target_cj = jnp.pad(target_t, (0, pad)).reshape(length, chunks)
-    checkpointed = jax.checkpoint(lambda operands: one_chunk(*operands))
-    found_jc = jax.lax.map(checkpointed, (jnp.moveaxis(hidden_cj, 1, 0), target_cj.T))
-    return jax.tree.map(lambda x: x.T.reshape(chunks * length)[:tokens], found_jc)
+    return chunked(one_chunk, hidden_t, target_t, project, chunk_tokens)
 
 
 def _forward(logits, targets, temperature):
