@@ -14,11 +14,11 @@ PACKAGE = pathlib.Path(thundersync_jax.__file__).parent
 RUN = 5  # whatever is not named below: where everything meets
 LAYERS = {
     # Interfaces that two layers share are data, and belong to the lowest.
-    0: "types config combinations errors flags interrupts checks settings "
+    0: "types config loss_config combinations errors flags interrupts checks settings "
     "rollout.engine envs.base",
     1: "ops",
     2: "models",
-    3: "mesh buckets signature surrogate accumulator replica state",
+    3: "mesh buckets signature surrogate segments accumulator replica state",
     4: "rollout envs schedule ledger coefficients refusals",
 }
 RANK = {name: rank for rank, names in LAYERS.items() for name in names.split()}

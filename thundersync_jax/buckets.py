@@ -22,6 +22,11 @@ class Padded:
     real_tokens: int
     padded_tokens: int
 
+    @classmethod
+    def of(cls, sample: Any) -> "Padded":
+        """A sample of a caller who may not pad: then it counts as one token."""
+        return sample if isinstance(sample, cls) else cls(sample, 1, 1)
+
 
 def bucket(length: int, lengths: Sequence[int]) -> int:
     """Returns the shortest of the ascending `lengths` that holds `length`.

@@ -7,8 +7,10 @@ object per step.
 
 from collections.abc import Hashable, Sequence
 
+import numpy as np
+
 from thundersync_jax.ops.advantages import Estimator
-from thundersync_jax.schedule import BATCH
+from thundersync_jax.schedule import BATCH, Call
 
 
 class Coefficients:
@@ -43,6 +45,32 @@ class Coefficients:
         if self.scope == "member":
             return self._estimator.table([reward])[reward]
         return self._tables[self.unit(group)][reward]
+
+    def weights(
+        self,
+        call: Call,
+        rewards: Sequence[float | None],
+        weighted: bool,
+        additive: bool,
+    ) -> np.ndarray:
+        """What the parts of a call's samples are multiplied by.
+
+        Args:
+          call: Of samples of complete units.
+          rewards: Theirs.
+          weighted: Whether the surrogate has a part for advantages.
+          additive: Whether it has one that none multiplies.
+
+        Returns:
+          float64[rows, 2]: advantage, and 1 where there is something additive.
+        """
+        weights = np.zeros((call.rows, 2))
+        weights[: len(call.items), 1] = additive
+        if weighted:
+            both = zip(call.items, rewards, strict=True)
+            advantages = [self.advantage(item.group, reward) for item, reward in both]
+            weights[: len(call.items), 0] = advantages
+        return weights
 
     def table(self, unit: Hashable) -> dict[float, float] | None:
         """Advantages by reward, None where the unit does not count."""

@@ -12,19 +12,20 @@ import jax
 import numpy as np
 
 from thundersync_jax import mesh, refusals, signature, sums
+from thundersync_jax import segments as seg
+from thundersync_jax.prompts import Prompts
 from thundersync_jax.replica import IN_FLIGHT, Replica, wait_for_any
-from thundersync_jax.schedule import Call, Fold
+from thundersync_jax.schedule import Call, Fold, Prompt
 from thundersync_jax.surrogate import Evaluated, Structure, structure, traced
 
 Tree = Any
-_SUMS = {"plain": sums.PlainSums, "exact": sums.ExactSums}
 
 
 class Learner:
     """The device side of one step.
 
     Args:
-      surrogate: The surrogate function.
+      surrogate: The surrogate function, or a `Segments` where groups share prompts.
       params: Parameters to differentiate; replicas follow from where they lie.
       frozen: The surrogate's further argument, or None.
       accumulator: "plain" or "exact".
@@ -33,11 +34,14 @@ class Learner:
     Attributes:
       structure: The parts of the surrogate, once a sample was examined.
       compiles: Gradient programs compiled so far.
+      prompts: Those that groups share, or None.
+      replicas: Where gradients are computed.
+      sums: What they add up to.
     """
 
     def __init__(
         self,
-        surrogate: Callable,
+        surrogate: Callable | seg.Segments,
         params: Tree,
         frozen: Tree,
         accumulator: str,
@@ -52,10 +56,12 @@ class Learner:
             _check_exact(self._params)
         self._on_compile = on_compile
         views, frozen_views = mesh.split(self._params, self._frozen)
-        self._replicas = [
+        self.replicas = [
             Replica(surrogate, *both) for both in zip(views, frozen_views, strict=True)
         ]
-        self._sums = _SUMS[accumulator](views, self._params)
+        shared = isinstance(surrogate, seg.Segments)
+        self.prompts = Prompts(self.replicas, accumulator) if shared else None
+        self.sums = sums.KINDS[accumulator](views, self._params)
         self._sum_bytes = sums.bytes_per_device(self._params, accumulator)
         arguments = signature.placed((self._params, self._frozen))
         self._arguments = signature.number(arguments)
@@ -64,8 +70,13 @@ class Learner:
     @property
     def free(self) -> int | None:
         """The replica that takes the next call, None while all are busy enough."""
-        load, index = min((r.load, i) for i, r in enumerate(self._replicas))
+        load, index = min((r.load, i) for i, r in enumerate(self.replicas))
         return index if load < IN_FLIGHT else None
+
+    @property
+    def free_replicas(self) -> set[int]:
+        """All replicas that take another call."""
+        return {i for i, r in enumerate(self.replicas) if r.load < IN_FLIGHT}
 
     def unit_bytes(self, scope: str, lossy: bool) -> int:
         """Bytes per device of the sums that a unit holds while it misses rewards."""
@@ -75,17 +86,27 @@ class Learner:
 
     def wait(self) -> None:
         """Blocks until a replica is free."""
-        wait_for_any(self._replicas)
+        wait_for_any(self.replicas)
 
     def put(self, tree: Tree) -> Tree:
         """Brings a sample to the device early, where it is known which that is."""
-        return self._replicas[0].put(tree) if len(self._replicas) == 1 else tree
+        return self.replicas[0].put(tree) if len(self.replicas) == 1 else tree
+
+    def bucket(self, group: Hashable, tree: Tree) -> Hashable:
+        """What samples have in common that may share a call."""
+        shapes = signature.shapes(tree)
+        if self.prompts is None:
+            return shapes
+        return *shapes, signature.shapes(self.prompts.tree(group)), group
 
     def examine(self, tree: Tree, bucket: Hashable, estimator: Any) -> Structure:
         """Looks at the surrogate's parts, once per shape signature."""
-        key, known = (self._arguments, bucket), self._traced.structures
+        key, known = (self._arguments, bucket[:3]), self._traced.structures
         if key not in known:
-            known[key] = structure(self._surrogate, self._params, self._frozen, tree)
+            given = self._surrogate, self._params
+            if self.prompts is not None:
+                given = self._with_prompt(bucket[3])
+            known[key] = structure(*given, self._frozen, tree)
         refusals.check_parts(known[key], self.structure, estimator)
         return known[key]
 
@@ -101,12 +122,15 @@ class Learner:
             added, whatever the gradient: 0 * NaN is no 0.
           unit: Whose.
         """
-        self._announce(call, split=False)
-        gradient, evaluated = self._replicas[call.replica].gradient(trees, weights)
+        self._announce(call, "gradient")
+        prompt = self._prompt(call)
+        gradient, evaluated = self.replicas[call.replica].gradient(
+            trees, weights, prompt
+        )
         if np.any(weights) and call.place is None:
-            self._sums.direct(call.replica, gradient)
+            self._direct(call, gradient)
         elif np.any(weights):
-            self._sums.hold(call, unit, None, None, gradient)
+            self._hold(call, unit, None, None, gradient)
         return evaluated
 
     def unweighed(
@@ -126,37 +150,92 @@ class Learner:
           reward: Of all samples.
           certain: Whether they count, so that the latter goes to the batch.
         """
-        replica, additive = self._replicas[call.replica], None
-        self._announce(call, split=self.structure.additive)
-        if self.structure.additive:
-            weighted, additive, evaluated = replica.parts(trees)
+        replica, additive = self.replicas[call.replica], None
+        split = self.structure.additive
+        self._announce(call, "gradients" if split else "gradient")
+        prompt = self._prompt(call)
+        if split:
+            weighted, additive, evaluated = replica.parts(trees, prompt)
             if certain:
-                self._sums.direct(call.replica, additive)
+                self._direct(call, additive)
                 additive = None
         else:
             # A single part: the other coefficient meets nothing.
-            weighted, evaluated = replica.gradient(trees, np.ones((len(trees), 2)))
-        self._sums.hold(call, unit, reward, weighted, additive)
+            ones = np.ones((len(trees), 2))
+            weighted, evaluated = replica.gradient(trees, ones, prompt)
+        self._hold(call, unit, reward, weighted, additive)
         return evaluated
 
     def fold(self, fold: Fold, table: sums.Table | None) -> None:
         """Adds a unit's sums to the batch with its advantages, or forgets them."""
-        self._sums.fold(fold, table)
+        self.sums.fold(fold, table)
+        if self.prompts is not None:
+            self.prompts.fold(fold, table)
+
+    def close(self, prompt: Prompt) -> list[tuple[int, Evaluated]]:
+        """Differentiates a prompt: all cotangents of its state are in.
+
+        Returns:
+          Per replica that had a share in it, what was evaluated.
+        """
+        return self.prompts.close(prompt, self.sums.direct)
 
     def finish(self, denominator: float) -> tuple[Tree, jax.Array]:
         """The gradient and its norm; the sums are gone then."""
-        return self._sums.finish(denominator)
+        return self.sums.finish(denominator)
 
-    def _announce(self, call: Call, split: bool) -> None:
-        bucket = call.items[0].bucket
-        program = (self._arguments, split, call.rows, call.replica, bucket)
+    def announce(
+        self, what: str, replica: int, bucket: Hashable, rows: int = 1
+    ) -> None:
+        """Counts a program that is about to compile, and says so.
+
+        Args:
+          what: It computes of a sample.
+          replica: Where.
+          bucket: Of the sample, as `bucket` returns it.
+          rows: Samples per call.
+        """
+        program = (self._arguments, what, rows, replica, bucket[:3])
         if program in self._traced.programs:
             return
         self._traced.programs.add(program)
         self.compiles += 1
         if self._on_compile:
             shapes = ", ".join(str(shape) for shape, _ in bucket[1])
-            self._on_compile(f"gradient of {call.rows} x {shapes}")
+            self._on_compile(f"{what} of {rows} x {shapes}")
+
+    def _prompt(self, call: Call) -> Tree:
+        if self.prompts is None:
+            return None
+        return self.prompts.of(call.items[0].group, call.replica).state
+
+    def _announce(self, call: Call, what: str) -> None:
+        self.announce(what, call.replica, call.items[0].bucket, call.rows)
+
+    def _direct(self, call: Call, gradient: Tree) -> None:
+        if self.prompts is not None:
+            gradient, cotangent = gradient
+            self.prompts.direct(call, cotangent)
+        self.sums.direct(call.replica, gradient)
+
+    def _hold(self, call, unit, reward, weighted, additive) -> None:
+        if self.prompts is not None:
+            weighted, of_weighted = weighted or (None, None)
+            additive, of_additive = additive or (None, None)
+            self.prompts.hold(call, unit, reward, of_weighted, of_additive)
+        self.sums.hold(call, unit, reward, weighted, additive)
+
+    def _with_prompt(self, group: Hashable):
+        """The surrogate behind a prompt, and the shapes of what it differentiates."""
+        segments, prompt = self._surrogate, self.prompts.tree(group)
+        state = jax.eval_shape(
+            lambda: (
+                segments.empty(segments.slots)
+                if prompt is None
+                else seg.prompt_state(segments, self._params, self._frozen, prompt)
+            )
+        )
+        return segments.joined, (self._params, state)
 
 
 def _check_exact(params: Tree) -> None:

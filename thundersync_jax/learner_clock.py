@@ -17,7 +17,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from thundersync_jax.schedule import Call
+from thundersync_jax.schedule import Call, Prompt, TurnCall
 from thundersync_jax.types import Span
 
 _LIVENESS_SECS = 1.0
@@ -30,10 +30,15 @@ class Ran(NamedTuple):
     It begins when it is dispatched or, if later, when the one before it has ended.
     """
 
-    call: Call
+    call: Call | TurnCall | Prompt
     dispatched_secs: float
     start_secs: float
     end_secs: float
+
+    @property
+    def replica(self) -> int:
+        """Where it ran."""
+        return _replica(self.call)
 
     @property
     def secs(self) -> float:
@@ -75,27 +80,28 @@ class LearnerClock:
         """What has been started and done so far."""
         return Totals(self._samples, sum(self._busy_secs.values()))
 
-    def on_call(self, call: Call, ended: jax.Array) -> None:
+    def on_call(self, call: Call | TurnCall | Prompt, ended: jax.Array) -> None:
         """Times one call, whose fold has been dispatched as well. Never blocks.
 
         Args:
-          call: Which one.
+          call: Which one; a prompt on one replica.
           ended: bool[], an array of its gradient's program.
         """
         now = time.monotonic()
         folded = _behind(ended)
-        self._samples += len(call.items)
-        if call.replica not in self._queues:
-            self._busy_secs[call.replica] = 0.0
-            self._queues[call.replica] = queue.SimpleQueue()
-            self._threads[call.replica] = threading.Thread(
+        self._samples += _samples(call)
+        replica = _replica(call)
+        if replica not in self._queues:
+            self._busy_secs[replica] = 0.0
+            self._queues[replica] = queue.SimpleQueue()
+            self._threads[replica] = threading.Thread(
                 target=self._watch,
-                args=(call.replica,),
-                name=f"learner-clock-{call.replica}",
+                args=(replica,),
+                name=f"learner-clock-{replica}",
                 daemon=True,
             )
-            self._threads[call.replica].start()
-        self._queues[call.replica].put((call, ended, folded, now))
+            self._threads[replica].start()
+        self._queues[replica].put((call, ended, folded, now))
 
     def take(self) -> list[Ran]:
         """Returns the calls since the last `take` by their ends, once all have ended.
@@ -145,11 +151,29 @@ class LearnerClock:
             self._on_span(_span(ran))
 
 
+def _replica(call: Call | TurnCall | Prompt) -> int:
+    return call.replicas[0] if isinstance(call, Prompt) else call.replica
+
+
+def _samples(call: Call | TurnCall | Prompt) -> int:
+    """Whose gradient it starts: a trajectory in turns counts with its first."""
+    if isinstance(call, Call):
+        return len(call.items)
+    return int(isinstance(call, TurnCall) and not call.replay and not call.item.sample)
+
+
 def _span(ran: Ran) -> Span:
-    call = ran.call
+    lane = f"replica {_replica(ran.call)}"
+    return Span("learner", _name(ran.call), ran.start_secs, ran.end_secs, lane)
+
+
+def _name(call: Call | TurnCall | Prompt) -> str:
+    if isinstance(call, Prompt):
+        return f"prompt g{call.group}"
+    if isinstance(call, TurnCall):
+        kind = "replay" if call.replay else "turn"
+        return f"{kind} {call.item.sample} g{call.item.group}m{call.item.member}"
     first = call.items[0]
     more = f" +{len(call.items) - 1}" if len(call.items) > 1 else ""
     kind = "direct" if call.place is None else "streamed"
-    name = f"{kind} g{first.group}m{first.member}{more}"
-    lane = f"replica {call.replica}"
-    return Span("learner", name, ran.start_secs, ran.end_secs, lane)
+    return f"{kind} g{first.group}m{first.member}{more}"

@@ -34,7 +34,8 @@ class Report:
       denominator: Z, what the sums were divided by.
       direct: The other computed samples that count.
       streamed: Samples that count whose gradient started while rewards that their
-        advantage depends on, or that decide whether they count, were missing.
+        advantage depends on, or that decide whether they count, were missing. Where
+        there are no rewards: while members of the step were not settled.
       waited: Samples that were ready before all rewards they depend on were in and
         yet were not streamed: no place for sums was free, or the learner was busy.
       waited_for_bucket: Members among them whose reward would have been the third of
@@ -50,7 +51,8 @@ class Report:
       padded_over_real_tokens: Computed tokens, empty rows included, over real ones;
         1 where the caller pads nothing, NaN where nothing was computed.
       streamed_share: Share of the computed samples with an advantage other than 0 that
-        were streamed; NaN where there is none.
+        were streamed, of all computed ones where there are no rewards; NaN where there
+        is none.
       loss: The loss this is the gradient of.
       metrics: The surrogate's metrics over kept members.
       diagnostics: The surrogate's diagnostics over the computed ones among them.
@@ -124,7 +126,19 @@ class Ledger:
         self.failures: dict[tuple[Hashable, int], str] = {}
         self.rewards: dict[tuple[Hashable, int], float] = {}
         self.calls: list[Computed] = []
+        self.scales: dict[tuple[Hashable, int], float] = {}  # of additive parts, else 1
+        self.prompts: dict[Hashable, tuple[int, int]] = {}  # real and padded tokens
+        self.prompt_calls: list[tuple[Hashable, Any]] = []  # whether finite, by group
         self.counts: collections.Counter[str] = collections.Counter()
+
+    @property
+    def by_member(self) -> dict[tuple[Hashable, int], float]:
+        """Advantages by (group, member)."""
+        return {
+            (group, member): advantage
+            for group, members in self.advantages.items()
+            for member, advantage in members.items()
+        }
 
     def record_call(self, computed: Computed) -> None:
         """A gradient call has been started; its samples' arrays are let go."""
@@ -136,6 +150,13 @@ class Ledger:
         self.counts["real"] += sum(r.real_tokens for r in records)
         for record in records:
             record.tree = None
+
+    def record_prompt(self, group: Hashable, evaluated: Any) -> None:
+        """The gradient of a group's shared prompt has been started."""
+        self.prompt_calls.append((group, evaluated.finite))
+        real, padded = self.prompts[group]
+        self.counts["real"] += real
+        self.counts["computed"] += padded
 
     def kept(self, item: Item) -> bool:
         """Whether a sample's member counts."""
@@ -181,6 +202,21 @@ class Ledger:
                 "tokens, weights and reward, nothing was updated"
             )
 
+    def check_prompts(self, found: list[tuple[Hashable, bool]]) -> None:
+        """Looks for gradients of shared prompts that would ruin the parameters.
+
+        Args:
+          found: `prompt_calls`, fetched.
+
+        Raises:
+          StreamError: There are some; names their groups.
+        """
+        if bad := [repr(group) for group, finite in found if not finite]:
+            raise StreamError(
+                f"the gradient of the prompt of group {', '.join(bad[:8])} is not "
+                "finite; look at its members' weights and rewards, nothing was updated"
+            )
+
     def check_norm(self, norm: float) -> None:
         """Looks whether the sum of finite gradients is finite.
 
@@ -216,9 +252,10 @@ class Ledger:
                 how["streamed" if streamed else "direct"] += 1
                 row = np.asarray(row, np.float64)
                 advantage = self.advantages[item.group][item.member]
-                carrying[streamed] += advantage != 0
+                carrying[streamed] += advantage != 0 or not self.rewards
                 # A sample of advantage 0 counts for nothing, whatever its value.
-                losses += [advantage * row[0] if advantage else 0.0, row[1]]
+                scale = self.scales.get(item[:2], 1.0)
+                losses += [advantage * row[0] if advantage else 0.0, scale * row[1]]
                 rows.append(row[2:])
         extras: tuple[dict[str, float], ...] = {}, {}
         for index, (name, largest, diagnostic) in enumerate(columns):

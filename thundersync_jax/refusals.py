@@ -7,6 +7,7 @@ from collections.abc import Hashable
 from typing import Any, Literal, get_args
 
 from thundersync_jax.combinations import MOST_ADDENDS
+from thundersync_jax.errors import StreamError
 from thundersync_jax.ledger import PartialGroups
 from thundersync_jax.ops.advantages import Estimator
 from thundersync_jax.schedule import Release
@@ -51,6 +52,20 @@ def check_uniform(uniform_groups: str, estimator: Estimator | None) -> None:
         raise ValueError(
             "uniform_groups is 'drop' and estimator is None, which takes no rewards "
             "that could be equal; use 'keep', or give an estimator"
+        )
+
+
+def check_prompt(group: Hashable, prompt: Any, shared: bool) -> None:
+    """Requires a prompt where the surrogate is in pieces, and only there."""
+    if shared and prompt is None:
+        raise ValueError(
+            f"group {group!r} has no prompt and the surrogate is a Segments, whose "
+            "samples continue one; give open_group the prompt"
+        )
+    if not shared and prompt is not None:
+        raise ValueError(
+            f"group {group!r} has a prompt and the surrogate is a function of whole "
+            "samples; pass a Segments, or leave the prompt in the samples"
         )
 
 
@@ -198,6 +213,25 @@ def tokens(group: Hashable, member: int, value: Any, needed: bool) -> int:
             "trained tokens"
         )
     return count
+
+
+def weight(group: Hashable, member: int, value: Any) -> float:
+    """Returns what a trajectory's gradient is multiplied by, as a float."""
+    number = _number(value)
+    if not abs(number) < LARGEST_REWARD:
+        raise ValueError(
+            f"group {group!r} member {member} completed with weight {value!r:.60}; "
+            "expected a finite number, as one over its trained tokens"
+        )
+    return number
+
+
+def failed(group: Hashable, member: int, reason: str) -> StreamError:
+    """What ends a step that takes no failed members."""
+    return StreamError(
+        f"group {group!r} member {member} failed ({reason}) and partial_groups is "
+        "'fail'; 'drop' or 'keep' would go on without it"
+    )
 
 
 def check_no_tokens(group: Hashable, member: int, value: Any) -> None:

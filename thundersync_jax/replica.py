@@ -24,15 +24,15 @@ class Replica:
     """Gradients of one step on one sub-mesh.
 
     Args:
-      function: The surrogate function.
+      function: The surrogate function, or a `Segments`.
       params: Parameters on this replica's devices.
       frozen: The surrogate's further argument on the same devices, or None.
     """
 
     def __init__(self, function: Callable, params: Tree, frozen: Tree = None):
+        self.function = function
         self.params = params
-        self._function = function
-        self._frozen = frozen
+        self.frozen = frozen
         self._sharding = mesh.whole_sharding(jax.tree.leaves(params)[0])
         self._running: collections.deque[jax.Array] = collections.deque()
 
@@ -56,28 +56,43 @@ class Replica:
         return jax.device_put(sample, self._sharding)
 
     def gradient(
-        self, samples: Sequence[Tree], weights: np.ndarray
+        self, samples: Sequence[Tree], weights: np.ndarray, prompt: Tree = None
     ) -> tuple[Tree, surrogate.Evaluated]:
         """Starts the gradient of sum_i a_i * weighted_i + b_i * additive_i.
 
         Args:
           samples: `rows` samples of one shape signature.
           weights: float[rows, 2], the numbers (a_i, b_i).
+          prompt: A state that all of them continue, with a gradient of its own beside
+            that of the parameters.
         """
-        return self._started(surrogate.gradient, samples, weights)
+        given = self._given(prompt)
+        samples = self.put(tuple(samples))
+        return self.start(surrogate.gradient, *given, samples, weights)
 
-    def parts(self, samples: Sequence[Tree]) -> tuple[Tree, Tree, surrogate.Evaluated]:
+    def parts(
+        self, samples: Sequence[Tree], prompt: Tree = None
+    ) -> tuple[Tree, Tree, surrogate.Evaluated]:
         """Starts the gradients of sum_i weighted_i and of sum_i additive_i."""
-        return self._started(surrogate.split_gradient, samples)
+        given = self._given(prompt)
+        return self.start(surrogate.split_gradient, *given, self.put(tuple(samples)))
 
-    def _started(self, function, samples, *more):
-        with self._mesh():
-            found = function(
-                self._function, self.params, self._frozen, self.put(tuple(samples)),
-                *more,
-            )  # fmt: skip
+    def start(self, program: Callable, *arguments: Any) -> Any:
+        """Starts a program whose last result is an `Evaluated`: one more running."""
+        found = self.run(program, *arguments)
         self._running.append(found[-1].finite)
         return found
+
+    def run(self, program: Callable, *arguments: Any) -> Any:
+        """Starts a small program that counts as none of the running."""
+        with self._mesh():
+            return program(*arguments)
+
+    def _given(self, prompt):
+        """What the surrogate is, and its arguments before the samples."""
+        if prompt is None:
+            return self.function, self.params, self.frozen
+        return self.function.joined, (self.params, prompt), self.frozen
 
     def _mesh(self):
         """The replica's mesh in context, for sharding constraints inside surrogates."""

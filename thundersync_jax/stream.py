@@ -14,12 +14,10 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
-import numpy as np
 
 from thundersync_jax import refusals, signature
 from thundersync_jax.buckets import Padded
 from thundersync_jax.coefficients import Coefficients
-from thundersync_jax.errors import StreamError
 from thundersync_jax.learner import Learner
 from thundersync_jax.ledger import Computed, Denominator, Ledger, PartialGroups, Report
 from thundersync_jax.ledger import SampleRecord as Record
@@ -27,6 +25,7 @@ from thundersync_jax.lifetime import Lifetime
 from thundersync_jax.ops.advantages import Estimator
 from thundersync_jax.refusals import Accumulator, UniformGroups
 from thundersync_jax.schedule import BATCH, Call, Close, Release, Rules, Schedule
+from thundersync_jax.segments import Segments
 from thundersync_jax.surrogate import Surrogate
 
 Tree = Any
@@ -41,7 +40,8 @@ class GradientStream:
     Args:
       surrogate: Maps (params, sample) to a `Surrogate`, or (params, frozen, sample)
         where `frozen` is given. Pass the same function object in every step: compiled
-        programs belong to it.
+        programs belong to it. Or a `Segments`: then the members of a group continue a
+        prompt, which runs forward and backward once, and samples are what follows it.
       params: Parameters to differentiate, floating-point arrays. Where they lie on a
         mesh with an axis named "replica", every index of it works on its own.
       estimator: Group advantage (module `advantages`), or None where there are no
@@ -79,7 +79,7 @@ class GradientStream:
 
     def __init__(
         self,
-        surrogate: Callable[..., Surrogate],
+        surrogate: Callable[..., Surrogate] | Segments,
         params: Tree,
         *,
         estimator: Estimator | None,
@@ -97,13 +97,9 @@ class GradientStream:
         on_compile: Callable[[str], None] | None = None,
     ):
         refusals.check_functions(surrogate, estimator)
-        refusals.check_choices(
-            denominator,
-            release=release,
-            partial_groups=partial_groups,
-            uniform_groups=uniform_groups,
-            accumulator=accumulator,
-        )
+        kinds = {"release": release, "partial_groups": partial_groups}
+        kinds |= {"uniform_groups": uniform_groups, "accumulator": accumulator}
+        refusals.check_choices(denominator, **kinds)
         refusals.check_uniform(uniform_groups, estimator)
         refusals.check_count("rows_per_call", rows_per_call, "give at least 1")
         self._learner = Learner(surrogate, params, frozen, accumulator, on_compile)
@@ -136,7 +132,13 @@ class GradientStream:
         self._open_max = 0
         self._life = Lifetime()
 
-    def open_group(self, group: Hashable, members: int, baseline: float = 0.0) -> None:
+    def open_group(
+        self,
+        group: Hashable,
+        members: int,
+        baseline: float = 0.0,
+        prompt: Tree = None,
+    ) -> None:
         """Announces a group: the `members` trajectories of one prompt.
 
         Args:
@@ -144,9 +146,17 @@ class GradientStream:
           members: How many.
           baseline: Known beforehand, as one tracked per prompt; subtracted from the
             group's rewards before the estimator sees them.
+          prompt: What its members continue, a sample or a `Padded` one, where the
+            surrogate is a `Segments`.
         """
         self._life.check()
+        refusals.check_prompt(group, prompt, self._learner.prompts is not None)
         self._schedule.open_group(group, members, refusals.baseline(group, baseline))
+        if prompt is not None:
+            padded = Padded.of(prompt)
+            self._ledger.prompts[group] = padded.real_tokens, padded.padded_tokens
+            tree = jax.tree.map(signature.sample_leaf, padded.tree)
+            self._learner.prompts.open(group, tree)
 
     def sample(
         self,
@@ -173,9 +183,10 @@ class GradientStream:
         refusals.check_version(group, member, policy_version, self._version)
         needed = self._denominator == "tokens"
         tokens = refusals.tokens(group, member, tokens, needed)
-        padded = sample if isinstance(sample, Padded) else Padded(sample, 1, 1)
+        padded = Padded.of(sample)
         tree = jax.tree.map(signature.sample_leaf, padded.tree)
-        bucket = signature.shapes(tree)
+        self._schedule.check_incomplete(group, member)
+        bucket = self._learner.bucket(group, tree)
         parts = self._learner.examine(tree, bucket, self._estimator)
         if self._exact:
             alone = parts.additive or self._scope == "member"
@@ -246,10 +257,7 @@ class GradientStream:
         self._ledger.rewards.pop((group, member), None)
         if self._partial == "fail":
             self._life.ended = "ended with a failed member"
-            raise StreamError(
-                f"group {group!r} member {member} failed ({reason}) and partial_groups "
-                "is 'fail'; 'drop' or 'keep' would go on without it"
-            )
+            raise refusals.failed(group, member, reason)
         self._settle(close)
 
     def advance(self) -> bool:
@@ -290,6 +298,7 @@ class GradientStream:
         ledger, parts = self._ledger, self._learner.structure
         denominator = ledger.denominator(self._denominator)
         values = jax.device_get([computed.evaluated for computed in ledger.calls])
+        ledger.check_prompts([(g, jax.device_get(f)) for g, f in ledger.prompt_calls])
         ledger.check_finite(values, bool(parts and parts.additive))
         gradient, norm = self._learner.finish(denominator)
         ledger.check_norm(norm)
@@ -310,11 +319,7 @@ class GradientStream:
     @property
     def advantages(self) -> dict[tuple[Hashable, int], float]:
         """Advantages by (group, member), of kept groups whose rewards are in."""
-        return {
-            (group, member): advantage
-            for group, members in self._ledger.advantages.items()
-            for member, advantage in members.items()
-        }
+        return self._ledger.by_member
 
     @property
     def lost_groups(self) -> list[Hashable]:
@@ -363,6 +368,12 @@ class GradientStream:
         for fold in self._schedule.folds():
             self._open.discard(fold.place)
             self._learner.fold(fold, self._coefficients.table(fold.unit))
+        for prompt in self._schedule.prompts() if self._learner.prompts else ():
+            for replica, evaluated in self._learner.close(prompt):
+                self._ledger.record_prompt(prompt.group, evaluated)
+                if self._on_call:
+                    one = prompt._replace(replicas=(replica,))
+                    self._on_call(one, evaluated.finite)
 
     def _start(self, call: Call) -> None:
         ledger, first = self._ledger, call.items[0]
@@ -379,18 +390,10 @@ class GradientStream:
             evaluated = self._learner.unweighed(call, trees, unit, reward, certain)
         else:
             trees += trees[:1] * (call.rows - len(trees))
-            evaluated = self._learner.weighed(call, trees, self._weights(call), unit)
+            rewards = [self._schedule.reward_of(item) for item in call.items]
+            parts = self._learner.structure[:2]
+            weights = self._coefficients.weights(call, rewards, *parts)
+            evaluated = self._learner.weighed(call, trees, weights, unit)
         ledger.record_call(Computed(call, early, linear, evaluated))
         if self._on_call:
             self._on_call(call, evaluated.finite)
-
-    def _weights(self, call: Call) -> np.ndarray:
-        """float64[rows, 2]: advantage, and 1 where there is something additive."""
-        parts = self._learner.structure
-        weights = np.zeros((call.rows, 2))
-        weights[: len(call.items), 1] = parts.additive
-        if parts.weighted:
-            for row, item in enumerate(call.items):
-                reward = self._schedule.reward_of(item)
-                weights[row, 0] = self._coefficients.advantage(item.group, reward)
-        return weights

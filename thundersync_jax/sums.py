@@ -70,12 +70,16 @@ class PlainSums:
 
     so that rewards 1000 and 1001 lose no digits.
 
+    Attributes:
+      empty: Whether the batch has received nothing.
+
     Args:
       views: The parameters of every replica.
       params: The same on the whole mesh.
     """
 
     def __init__(self, views: Sequence[Tree], params: Tree):
+        self.empty = True
         self._views, self._params = views, params
         self._batches = [accumulator.init(view) for view in views]
         self._sums: dict[tuple[int, int], Tree] = {}  # by replica and place
@@ -85,6 +89,7 @@ class PlainSums:
 
     def direct(self, replica: int, gradient: Tree) -> None:
         """Adds to the batch."""
+        self.empty = False
         self._batches[replica] = accumulator.add_direct(
             self._batches[replica], gradient
         )
@@ -125,27 +130,33 @@ class PlainSums:
             self._sums[key], fresh, tuple(gradients), weights, factors
         )
 
-    def fold(self, fold: Fold, table: Table | None) -> None:
+    def fold(self, fold: Fold, table: Table | None, scale: float = 1.0) -> None:
         """Adds a unit's sums to the batch, or forgets them.
 
         Args:
           fold: Which.
           table: Advantages of the unit; not looked at where nothing is kept.
+          scale: Of additive gradients, known only now.
         """
         rewards = list(self._rewards.pop(fold.unit, ()))
         for replica in fold.replicas:
             units = self._units.pop((replica, fold.place), None)
             if units is None:  # every gradient there had the coefficient 0
                 continue
-            numbers = units.copy()  # a sum of additive gradients counts as it is
+            numbers = scale * units
             if fold.kept and rewards:
                 farthest = max(rewards, key=lambda r: abs(r - rewards[0]))
                 slope, offset = line(table, rewards[0], farthest, units[1])
                 numbers[:2] = offset * units[0], slope
             if fold.kept and np.any(numbers):
+                self.empty = False
                 self._batches[replica] = accumulator.close_group(
                     self._batches[replica], self._sums[replica, fold.place], numbers
                 )
+
+    def read(self, replica: int) -> Tree:
+        """What the batch has received of a replica so far, float32."""
+        return _first(self._batches[replica])
 
     def finish(self, denominator: float) -> tuple[Tree, jax.Array]:
         """The gradient, laid out like the parameters, and its norm; ends the sums."""
@@ -173,7 +184,8 @@ class PlainSums:
 class ExactSums:
     """Sums whose bits depend on trajectories and rewards alone.
 
-    The same methods as `PlainSums`. Memory of a sum is used again once it is folded.
+    The same methods and attributes as `PlainSums`. Memory of a sum is used again once
+    it is folded.
 
     Args:
       views: The parameters of every replica.
@@ -184,6 +196,7 @@ class ExactSums:
     """
 
     def __init__(self, views: Sequence[Tree], params: Tree):
+        self.empty = True
         self._views, self._params = views, params
         self._batches = [exact_sum.init(view) for view in views]
         self._sums: list[dict[tuple, Tree]] = [{} for _ in views]  # by place and reward
@@ -191,6 +204,7 @@ class ExactSums:
 
     def direct(self, replica: int, gradient: Tree) -> None:
         """Adds to the batch."""
+        self.empty = False
         self._batches[replica] = _add(self._batches[replica], gradient, False)
 
     def hold(
@@ -238,6 +252,7 @@ class ExactSums:
                 layout = jax.tree.map(lambda x: x.sharding, states[home])
                 moved = jax.device_put(states[other], layout)
                 states[home] = _merge(states[home], moved)
+            self.empty = False
             batch, state = self._batches[home], states[home]
             if fold.reward is None:
                 self._batches[home] = _merge(batch, state)
@@ -247,6 +262,10 @@ class ExactSums:
                 )
         for replica, state in states.items():
             self._free[replica].append(state)
+
+    def read(self, replica: int) -> Tree:
+        """What the batch has received of a replica so far, float32 and unchecked."""
+        return _value(self._batches[replica])
 
     def finish(self, denominator: float) -> tuple[Tree, jax.Array]:
         """The gradient, laid out like the parameters, and its norm; ends the sums.
@@ -268,6 +287,14 @@ class ExactSums:
                 "or accumulator 'plain'"
             ) from None
         return accumulator.finalize(_read(total), denominator, self._params)
+
+
+KINDS = {"plain": PlainSums, "exact": ExactSums}
+
+
+@jax.jit
+def _first(batch: Tree) -> Tree:
+    return jax.tree.map(lambda x: x[0], batch)
 
 
 def _add(state: Tree, gradient: Tree, fresh: Any) -> Tree:

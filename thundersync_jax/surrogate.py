@@ -183,12 +183,12 @@ def gradient(
     """
 
     def loss(params):
-        parts = _rows(surrogate, params, frozen, samples)
-        w = weights.astype(parts.dtype)
-        return jnp.sum(w * parts[:, :2]), jax.lax.stop_gradient(parts)
+        rows = _rows(surrogate, params, frozen, samples)
+        w = weights.astype(rows.dtype)
+        return jnp.sum(w * rows[:, :2]), jax.lax.stop_gradient(rows)
 
-    grads, parts = jax.grad(loss, has_aux=True)(params)
-    return grads, Evaluated(parts, _all_finite(grads))
+    grads, rows = jax.grad(loss, has_aux=True)(params)
+    return grads, Evaluated(rows, all_finite(grads))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -205,15 +205,32 @@ def split_gradient(
     """
 
     def sums(params):
-        parts = _rows(surrogate, params, frozen, samples)
-        return jnp.sum(parts[:, :2], axis=0), jax.lax.stop_gradient(parts)
+        rows = _rows(surrogate, params, frozen, samples)
+        return jnp.sum(rows[:, :2], axis=0), jax.lax.stop_gradient(rows)
 
-    _, pull, parts = jax.vjp(sums, params, has_aux=True)
-    one, zero = jnp.ones((), parts.dtype), jnp.zeros((), parts.dtype)
+    _, pull, rows = jax.vjp(sums, params, has_aux=True)
+    one, zero = jnp.ones((), rows.dtype), jnp.zeros((), rows.dtype)
     (weighted,) = pull(jnp.stack([one, zero]))
     (additive,) = pull(jnp.stack([zero, one]))
-    finite = _all_finite(weighted) & _all_finite(additive)
-    return weighted, additive, Evaluated(parts, finite)
+    finite = all_finite(weighted) & all_finite(additive)
+    return weighted, additive, Evaluated(rows, finite)
+
+
+def parts(out: Surrogate) -> jax.Array:
+    """[2 + C]: weighted, additive (0 where None), the columns of `Structure`."""
+    zero = jnp.zeros(())
+    values = [zero if x is None else x for x in (out.weighted, out.additive)]
+    for found in (out.metrics, out.diagnostics):
+        sums, maxima = _names(found)
+        values += [found[name] for name in sums]
+        values += [found[name].value for name in maxima]
+    dtype = jnp.result_type(jnp.float32, *values)
+    return jnp.stack([jnp.asarray(x, dtype) for x in values])
+
+
+def all_finite(tree: Tree) -> jax.Array:
+    """bool[], whether every entry of every array is finite."""
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree)]))
 
 
 def _evaluate(surrogate, params, frozen, sample):
@@ -233,25 +250,9 @@ def _names(found):
 def _rows(surrogate, params, frozen, samples) -> jax.Array:
     """[rows, 2 + C]: the parts of every sample."""
     if len(samples) == 1:
-        return _parts(_evaluate(surrogate, params, frozen, samples[0]))[None]
+        return parts(_evaluate(surrogate, params, frozen, samples[0]))[None]
     stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *samples)
     return jax.vmap(
-        lambda sample: _parts(_evaluate(surrogate, params, frozen, sample)),
+        lambda sample: parts(_evaluate(surrogate, params, frozen, sample)),
         axis_size=len(samples),
     )(stacked)
-
-
-def _parts(out: Surrogate) -> jax.Array:
-    """[2 + C]: weighted, additive (0 where None), the columns of `Structure`."""
-    zero = jnp.zeros(())
-    values = [zero if x is None else x for x in (out.weighted, out.additive)]
-    for found in (out.metrics, out.diagnostics):
-        sums, maxima = _names(found)
-        values += [found[name] for name in sums]
-        values += [found[name].value for name in maxima]
-    dtype = jnp.result_type(jnp.float32, *values)
-    return jnp.stack([jnp.asarray(x, dtype) for x in values])
-
-
-def _all_finite(tree):
-    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree)]))

@@ -5,6 +5,7 @@ arrays with all layers stacked; every function here is a pure function of that d
 one sequence. No batching, no sampling, no loss.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -191,7 +192,7 @@ def token_logprobs(
     return logprobs.chunked_target_logprobs(
         hidden,
         targets,
-        _projection(config, params),
+        projection(config, params),
         temperature,
         config.logprob_chunk_tokens,
     )
@@ -222,7 +223,7 @@ def surrogate_logprobs(
     following = token_logprobs(
         config, params, hidden, jnp.roll(tokens, -1), temperature
     )
-    return _shifted(following)
+    return shifted(following)
 
 
 def surrogate_logprobs_and_entropies(
@@ -246,11 +247,11 @@ def surrogate_logprobs_and_entropies(
     following = logprobs.chunked_logprobs_and_entropies(
         hidden,
         jnp.roll(tokens, -1),
-        _projection(config, params),
+        projection(config, params),
         temperature,
         config.logprob_chunk_tokens,
     )
-    return jax.tree.map(_shifted, following)
+    return jax.tree.map(shifted, following)
 
 
 def head_weights(params: Params) -> jax.Array:
@@ -265,6 +266,22 @@ def logits(config: ModelConfig, head: jax.Array, hidden: jax.Array) -> jax.Array
     head = head.astype(hidden.dtype)
     dtype = layers.wide(hidden.dtype)
     return layers.dot("td,vd->tv", hidden, head, config.matmul_precision, dtype)
+
+
+def projection(config: ModelConfig, params: Params) -> Callable[[jax.Array], jax.Array]:
+    """Hidden vectors [C, D] to logits [C, V], laid out over the mesh."""
+    head = layers.constrain(head_weights(params), "vocab", None)
+
+    def project(hidden_c):
+        hidden_c = layers.constrain(hidden_c, "tokens", None)
+        return layers.constrain(logits(config, head, hidden_c), "tokens", "vocab")
+
+    return project
+
+
+def shifted(following: jax.Array) -> jax.Array:
+    """From entries [T] that speak of the next token to entries that speak of theirs."""
+    return jnp.concatenate([jnp.zeros_like(following[:1]), following[:-1]])
 
 
 def visibility(
@@ -358,22 +375,6 @@ def add_layer_outputs(
         normed, weights["gate"], weights["up"], weights["down"], precision
     )
     return layers.constrain(x, "tokens", None)
-
-
-def _projection(config, params):
-    """Hidden vectors [C, D] to logits [C, V], laid out over the mesh."""
-    head = layers.constrain(head_weights(params), "vocab", None)
-
-    def project(hidden_c):
-        hidden_c = layers.constrain(hidden_c, "tokens", None)
-        return layers.constrain(logits(config, head, hidden_c), "tokens", "vocab")
-
-    return project
-
-
-def _shifted(following):
-    """From entries that speak of the next token to entries that speak of their own."""
-    return jnp.concatenate([jnp.zeros_like(following[:1]), following[:-1]])
 
 
 def _gathered(name):

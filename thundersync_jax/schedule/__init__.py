@@ -1,7 +1,12 @@
-"""Who has completed or failed (`roster`), and what is computed next (`order`)."""
+"""Who has completed or failed (`roster`), and what is computed next.
 
-from .order import BATCH, RELEASES, Call, Fold, Release, Rules, Schedule
+`order` decides on whole samples, `turns` on the turns of open trajectories.
+"""
+
+from .order import Schedule
 from .roster import Close, Item, Verdict
+from .rules import BATCH, RELEASES, Call, Fold, Prompt, Release, Rules
+from .turns import TurnCall, TurnFold, Turns
 
 __all__ = [
     "BATCH",
@@ -10,8 +15,12 @@ __all__ = [
     "Close",
     "Fold",
     "Item",
+    "Prompt",
     "Release",
     "Rules",
     "Schedule",
+    "TurnCall",
+    "TurnFold",
+    "Turns",
     "Verdict",
 ]

@@ -24,72 +24,9 @@ import collections
 import dataclasses
 import itertools
 from collections.abc import Callable, Hashable
-from typing import Literal, NamedTuple
 
 from .roster import Close, Group, Item, Member, Roster
-
-Release = Literal["batch", "group", "trajectory"]
-RELEASES: tuple[str, ...] = ("batch", "group", "trajectory")
-BATCH = "the whole batch"  # the name of the unit of all groups
-
-
-class Call(NamedTuple):
-    """Decision: differentiate these samples on this replica.
-
-    `place` is None on the direct path, otherwise where the sums of the unit lie; then
-    the items are of one unit and have one reward.
-    `rows` is the size of the compiled call; rows beyond the items count for nothing.
-    """
-
-    replica: int
-    items: tuple[Item, ...]
-    place: int | None
-    rows: int
-
-
-class Fold(NamedTuple):
-    """Decision: nothing joins these sums any more; they join the batch where `kept`.
-
-    `reward` names one of the sums in exact mode; None stands for those that do not
-    depend on the reward and, otherwise, for all sums of the place.
-    """
-
-    unit: Hashable
-    place: int
-    reward: float | None
-    replicas: tuple[int, ...]  # where they are
-    kept: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class Rules:
-    """When a gradient may start.
-
-    Attributes:
-      release: "batch", "group" or "trajectory".
-      places: How many units that miss rewards may hold sums at a time.
-      scope: Whose rewards an advantage depends on: the "member", "group" or "batch".
-      rewards: False where a completed member is settled without a reward.
-      drop_partial: Whether a failed member drops its whole group.
-      drop_uniform: Whether equal raw rewards drop a group.
-      most_rewards: Of how many distinct rewards a unit may sum gradients before it is
-        complete; None for any number.
-      exact: Whether every gradient goes into a sum of its reward.
-      rows_per_call: How many samples share a call once that many are waiting.
-      pad_last: Under batch release, whether the last call of a bucket is always padded
-        to that many, or only where samples fill more than half of it.
-    """
-
-    release: Release
-    places: int = 0
-    scope: Literal["member", "group", "batch"] = "group"
-    rewards: bool = True
-    drop_partial: bool = True
-    drop_uniform: bool = False
-    most_rewards: int | None = None
-    exact: bool = False
-    rows_per_call: int = 1
-    pad_last: bool = True
+from .rules import BATCH, Call, Fold, Prompt, Rules
 
 
 @dataclasses.dataclass
@@ -132,6 +69,9 @@ class Schedule:
         self._final: list[Item] = []
         self._known: dict[Hashable, _Unit] = {}  # with ready work
         self._closing: dict[Hashable, _Unit] = {}  # complete, with sums
+        self._unstarted: collections.Counter = collections.Counter()  # by group
+        # Groups of which gradients were started, and where.
+        self._replicas: dict[Hashable, set[int]] = {}
 
     @property
     def by_baseline(self) -> bool:
@@ -148,9 +88,15 @@ class Schedule:
         order = self._roster.open_group(group, members, baseline).order
         self._units[group] = self._batch or _Unit(group, order)
 
+    def check_incomplete(self, group: Hashable, member: int) -> None:
+        """Refuses a sample of a member that takes none (any more)."""
+        self._roster.incomplete(group, member, "a sample")
+
     def sample(self, group: Hashable, member: int, bucket: Hashable) -> Item:
         """Adds a sample to a member that is not complete yet."""
-        return self._roster.sample(group, member, bucket)
+        item = self._roster.sample(group, member, bucket)
+        self._unstarted[group] += 1
+        return item
 
     def complete(self, group: Hashable, member: int) -> Close | None:
         """All tokens of a member are final. Returns what this closes."""
@@ -182,7 +128,13 @@ class Schedule:
         return self._roster.member(item).reward
 
     def early(self, group: Hashable) -> bool:
-        """Whether rewards are missing that a group's gradients depend on."""
+        """Whether rewards are missing that a group's gradients depend on.
+
+        Where there are none, whether any member of the step is not settled: then only
+        the end of the step is something to be ahead of.
+        """
+        if not self._rules.rewards:
+            return self._roster.unsettled > 0
         return not self._units[group].complete
 
     def outstanding(self) -> list[tuple[Hashable, int]]:
@@ -199,6 +151,7 @@ class Schedule:
             if found:
                 taken = set(found)
                 waiting[:] = [x for x in waiting if x not in taken]
+        self._unstarted[group] -= gone
         return gone
 
     def flush(self) -> None:
@@ -261,6 +214,18 @@ class Schedule:
                 unit.place = None
             if not unit.sums:
                 del self._closing[unit.name]
+        return done
+
+    def prompts(self) -> list[Prompt]:
+        """Takes the groups of which nothing more comes, once their sums are folded."""
+        done = []
+        for group, replicas in list(self._replicas.items()):
+            unit, closed = self._units[group], self._roster.groups[group].closed
+            kept = closed and self._roster.verdict(group) == "kept"
+            waits = not unit.complete or unit.sums or self._unstarted[group]
+            if closed and not (kept and waits):
+                del self._replicas[group]
+                done.append(Prompt(group, tuple(sorted(replicas)), kept))
         return done
 
     @property
@@ -359,6 +324,7 @@ class Schedule:
             least = 1 if self._rules.pad_last else rows // 2 + 1
         items = _take(self._final, lambda item: item.bucket, least, rows)
         if not self._by_reward:
+            self._note(items, replica)
             return Call(replica, items, None, rows if len(items) >= least else 1)
         unit = self._units[items[0].group]
         place, _ = unit.sums.get(self.reward_of(items[0]), (self._rules.places, None))
@@ -367,6 +333,7 @@ class Schedule:
 
     def _start(self, unit: _Unit, items: tuple, place: int, replica: int) -> None:
         """Notes down which sums a call adds to."""
+        self._note(items, replica)
         reward = self.reward_of(items[0])
         unit.left[reward] -= len(items)
         if unit.complete:
@@ -376,6 +343,11 @@ class Schedule:
             unit.sums.setdefault(None, (place, set()))[1].add(replica)
         if self._by_reward:
             unit.sums.setdefault(reward, (place, set()))[1].add(replica)
+
+    def _note(self, items: tuple, replica: int) -> None:
+        for item in items:
+            self._unstarted[item.group] -= 1
+            self._replicas.setdefault(item.group, set()).add(replica)
 
 
 def _take(

@@ -81,6 +81,16 @@ class Roster:
         self._drop_partial = drop_partial
         self._drop_uniform = drop_uniform
 
+    @property
+    def lossy(self) -> bool:
+        """Whether a group may still be lost whose members are settled one by one."""
+        return self._drop_partial or self._drop_uniform
+
+    @property
+    def unsettled(self) -> int:
+        """How many members are not settled."""
+        return sum(state.unsettled for state in self.groups.values())
+
     def open_group(self, group: Hashable, members: int, baseline: float = 0.0) -> Group:
         """Announces a group of so many members, and what is off their rewards."""
         _check_name(group)
@@ -96,13 +106,13 @@ class Roster:
 
     def sample(self, group: Hashable, member: int, bucket: Hashable) -> Item:
         """Adds a sample to a member that is not complete yet."""
-        items = self._incomplete(group, member, "a sample").items
+        items = self.incomplete(group, member, "a sample").items
         items.append(Item(group, member, len(items), bucket))
         return items[-1]
 
     def complete(self, group: Hashable, member: int) -> bool:
         """All tokens of a member are final. Returns whether this settles it."""
-        self._incomplete(group, member, "complete").completed = True
+        self.incomplete(group, member, "complete").completed = True
         return self._settles(group, member)
 
     def reward(
@@ -151,6 +161,16 @@ class Roster:
             if not member.settled
         ]
 
+    def incomplete(self, group: Hashable, member: int, event: str) -> Member:
+        """The member that an event is about, if it is not complete yet."""
+        state = self._unsettled(group, member, event)
+        if state.completed:
+            raise ValueError(
+                f"{event} for group {group!r} member {member}, which is complete; its "
+                "tokens are final, complete it once"
+            )
+        return state
+
     def _settles(self, group, member):
         found = self.groups[group].members[member]
         judged = found.reward is not None or not self._rewards
@@ -180,15 +200,6 @@ class Roster:
                 f"{how} and does not change any more"
             )
         return members[member]
-
-    def _incomplete(self, group, member, event):
-        state = self._unsettled(group, member, event)
-        if state.completed:
-            raise ValueError(
-                f"{event} for group {group!r} member {member}, which is complete; its "
-                "tokens are final, complete it once"
-            )
-        return state
 
 
 def _check_name(group):

@@ -1,0 +1,209 @@
+"""Which turn's gradient runs next, and which trajectory may be closed.
+
+A state machine of plain data, as module `order` is for whole samples. An open
+trajectory holds a *place* on one replica from its first gradient on: the sum of its
+turns' gradients and what later turns need. Its turns run in their order; once it is
+complete the earlier ones are replayed, last to first, and its sum joins the batch when
+its group is kept. Ready work, served in this order:
+
+    closing   of a complete trajectory that has a place: that place is free soon
+    open      the next turn of one that has a place
+    new       a first turn, where a place is free; of complete trajectories first
+"""
+
+import dataclasses
+from collections.abc import Hashable
+from typing import NamedTuple
+
+from .roster import Close, Item, Roster
+from .rules import Prompt
+
+
+class TurnCall(NamedTuple):
+    """Decision: differentiate a turn, or push what later ones pulled through it."""
+
+    replica: int
+    item: Item  # `sample` counts the turns of a member
+    place: int
+    replay: bool
+
+
+class TurnFold(NamedTuple):
+    """Decision: nothing joins this sum any more; it joins the batch where `kept`."""
+
+    group: Hashable
+    member: int
+    place: int
+    replica: int
+    kept: bool
+
+
+@dataclasses.dataclass(eq=False)
+class _Trajectory:
+    order: int
+    name: tuple[Hashable, int]
+    items: list[Item] = dataclasses.field(default_factory=list)
+    wanted: int = 0  # turns, up to the last one that is trained
+    complete: bool = False
+    place: int | None = None
+    replica: int = 0
+    started: int = 0  # turns
+    to_replay: int | None = None  # turns, once all have been started
+
+    @property
+    def next_turn(self) -> Item | None:
+        """The turn that its replica should differentiate or replay next."""
+        if self.started < self.wanted:
+            return self.items[self.started]
+        if not self.complete or not self.started:
+            return None
+        left = self.started - 1 if self.to_replay is None else self.to_replay
+        return self.items[left - 1] if left else None
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing more is computed of it."""
+        return self.complete and self.next_turn is None
+
+
+class Turns:
+    """Decides the order of gradient calls of one step, turn by turn.
+
+    Args:
+      places: How many trajectories may be open, with a sum and a state, at a time.
+      drop_partial: Whether a failed member drops its whole group.
+      replay: Whether turns read what earlier ones left; otherwise each is by itself.
+
+    Attributes:
+      roster: Who has completed or failed.
+    """
+
+    def __init__(self, places: int, drop_partial: bool, replay: bool = True):
+        self.roster = Roster(rewards=False, drop_partial=drop_partial)
+        self._replay = replay
+        self._free = list(range(places))[::-1]
+        self._trajectories: dict[tuple[Hashable, int], _Trajectory] = {}
+        self._folds: list[TurnFold] = []
+        self._replicas: dict[Hashable, set[int]] = {}  # of groups, where they ran
+        self._seen = 0
+
+    def turn(
+        self, group: Hashable, member: int, bucket: Hashable, trained: bool = True
+    ) -> Item:
+        """Adds a turn to a member that is not complete yet.
+
+        One that is not `trained` waits for the next that is; at the end it never runs.
+        """
+        item = self.roster.sample(group, member, bucket)
+        if self.roster.groups[group].closed:  # dropped; nothing matters any more
+            return item
+        self._seen += 1
+        fresh = _Trajectory(self._seen, (group, member))
+        one = self._trajectories.setdefault((group, member), fresh)
+        one.items.append(item)
+        if trained:
+            one.wanted = len(one.items)
+        return item
+
+    def complete(self, group: Hashable, member: int) -> Close | None:
+        """All turns of a member are in. Returns what this closes."""
+        self.roster.complete(group, member)
+        if (one := self._trajectories.get((group, member))) is not None:
+            one.complete = True
+            if not self._replay:
+                one.to_replay = 0
+        return self._settle(group)
+
+    def fail(self, group: Hashable, member: int) -> Close | None:
+        """Withdraws an incomplete member. Returns what this closes."""
+        self.roster.fail(group, member)
+        self._forget(group, member)
+        return self._settle(group)
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether anything is still to be computed or to join the batch."""
+        return bool(self._trajectories)
+
+    @property
+    def ready(self) -> bool:
+        """Whether a call could start now if its replica were free."""
+        return any(
+            one.next_turn is not None and (one.place is not None or self._free)
+            for one in self._trajectories.values()
+        )
+
+    def next_call(self, free: set[int]) -> TurnCall | None:
+        """Takes the work that one of these free replicas should do next, or None.
+
+        What `folds` returns has to be carried out before.
+
+        Args:
+          free: Replicas, not empty. A trajectory stays where its first turn ran; a new
+            one takes the first of them in order.
+        """
+        ready = [
+            one
+            for one in self._trajectories.values()
+            if one.next_turn is not None
+            and (one.replica in free if one.place is not None else self._free)
+        ]
+        if not ready:
+            return None
+        one = min(ready, key=_preference)
+        if one.place is None:
+            one.place, one.replica = self._free.pop(), min(free)
+        item = one.next_turn
+        replay = one.started == one.wanted
+        self._replicas.setdefault(item.group, set()).add(one.replica)
+        if replay:
+            one.to_replay = item.sample
+        else:
+            one.started += 1
+            one.to_replay = None if self._replay else 0
+        return TurnCall(one.replica, item, one.place, replay)
+
+    def folds(self) -> list[TurnFold]:
+        """Takes the sums that nothing joins any more; their places are free then."""
+        for name, one in list(self._trajectories.items()):
+            if not one.done:
+                continue
+            verdict = self.roster.verdict(name[0])
+            if verdict == "kept" or (verdict is None and not self.roster.lossy):
+                self._forget(*name, kept=True)
+        folds, self._folds = self._folds, []
+        self._free.extend(fold.place for fold in folds)
+        return folds
+
+    def prompts(self) -> list[Prompt]:
+        """Takes the groups of which nothing more comes, once their sums are folded."""
+        open_groups = {group for group, _ in self._trajectories}
+        done = []
+        for group, replicas in list(self._replicas.items()):
+            if self.roster.groups[group].closed and group not in open_groups:
+                del self._replicas[group]
+                kept = self.roster.verdict(group) == "kept"
+                done.append(Prompt(group, tuple(sorted(replicas)), kept))
+        return done
+
+    def _settle(self, group: Hashable) -> Close | None:
+        state = self.roster.groups[group]
+        verdict = self.roster.verdict(group)
+        if state.closed or verdict is None:
+            return None
+        state.closed = True
+        if verdict == "dropped":
+            for member in range(len(state.members)):
+                self._forget(group, member)
+        return Close(group, verdict)
+
+    def _forget(self, group: Hashable, member: int, kept: bool = False) -> None:
+        one = self._trajectories.pop((group, member), None)
+        if one is not None and one.place is not None:
+            self._folds.append(TurnFold(group, member, one.place, one.replica, kept))
+
+
+def _preference(one: _Trajectory):
+    """Smaller is sooner."""
+    placed = one.place is not None
+    return not (placed and one.complete), not placed, not one.complete, one.order
