@@ -31,6 +31,12 @@ class FakeRun:
         self.clock = types.SimpleNamespace(take=list, totals=Totals(0, 0.0))
         self.timeline = types.SimpleNamespace(add=lambda span: None)
         self.groups = first + (first if bound is None else bound)
+        self.judged = True
+        self.samples = types.SimpleNamespace(
+            prompt=lambda step, group: None,
+            whole=self.whole,
+            shaped_reward=lambda trajectory: trajectory.reward,
+        )
 
     def train_jobs(self, step):
         groups = range(self.config.rollout.groups_per_step)
@@ -42,10 +48,7 @@ class FakeRun:
     def group_baseline(self, step, group):
         return 0.0
 
-    def shaped_reward(self, trajectory):
-        return trajectory.reward
-
-    def sample(self, trajectory):
+    def whole(self, trajectory):
         score = np.zeros((self.groups, SIZE), np.float32)
         score[trajectory.key.group, trajectory.key.member] = 1.0
         return {"s": score}

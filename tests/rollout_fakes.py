@@ -9,7 +9,7 @@ import numpy as np
 from thundersync_jax.config import RolloutConfig
 from thundersync_jax.envs.base import Action, Observation
 from thundersync_jax.rollout import render
-from thundersync_jax.rollout.engine import Response
+from thundersync_jax.rollout.engine import Response, Scored
 from thundersync_jax.rollout.pool import Completed, Failed, Job, Rewarded, RolloutPool
 from thundersync_jax.types import StopReason, Trajectory, TrajectoryKey
 
@@ -94,6 +94,42 @@ class FakeEngine:
         )
 
 
+class FakeTeacher:
+    """Gives every token a number of its own, `teacher_logprobs`.
+
+    `before(tokens, number)` is awaited first, `number` counting a session's requests.
+    """
+
+    def __init__(self, before=None):
+        self.asked = []
+        self.released = []
+        self.closed = False
+        self._before = before
+        self._numbers = {}
+
+    async def logprobs(self, session, tokens, positions):
+        number = self._numbers.get(session, -1) + 1
+        self._numbers[session] = number
+        self.asked.append((session, tokens.tolist(), positions.tolist()))
+        if self._before is not None:
+            await self._before(tokens, number)
+        return Scored(teacher_logprobs(tokens)[positions], None)
+
+    def release(self, session):
+        self.released.append(session)
+
+    def close(self, timeout_secs):
+        self.closed = True
+        return True
+
+
+def teacher_logprobs(tokens):
+    """float32[T, 1]; another number for every token, place and length."""
+    return -(tokens + np.arange(len(tokens)) / 64 + len(tokens) / 8192).astype(
+        np.float32
+    )[:, None]
+
+
 class FakeEnvironment:
     """Prompt "2+5", tool reply "2", done at an answer, reward 1; parts are replaced."""
 
@@ -143,7 +179,12 @@ def jobs(count, step=0, first=0):
 
 @contextlib.contextmanager
 def open_pool(
-    environment=None, engine=None, on_span=None, blocked_secs=10.0, **changes
+    environment=None,
+    engine=None,
+    on_span=None,
+    blocked_secs=10.0,
+    make_teacher=None,
+    **changes,
 ):
     """A pool whose member m of group 0 gets `environment(m)`."""
     environment = environment or (lambda member: FakeEnvironment())
@@ -154,6 +195,7 @@ def open_pool(
         seed=3,
         on_span=on_span,
         blocked_secs=blocked_secs,
+        make_teacher=make_teacher,
     ) as pool:
         yield pool
     assert not pool._driver._thread.is_alive()
@@ -178,7 +220,7 @@ def outcomes(events):
     """Returns the outcome of every member; there may be only one."""
     found = {}
     for event in events:
-        if not isinstance(event, Completed):
+        if isinstance(event, Rewarded | Failed):
             assert event.key.member not in found
             found[event.key.member] = event
     return found

@@ -152,7 +152,7 @@ def test_a_lost_group_leaves_no_share_of_the_divisor(release, accumulator):
         score[0, 0] = scores[group][member]
         return {"s": score}
 
-    run.sample = sample
+    run.samples.whole = sample
     gradient, done = rolled(
         run, release=release, accumulator=accumulator, denominator="tokens"
     )
@@ -168,7 +168,7 @@ def test_the_filter_looks_at_raw_rewards():
     pool = pool_of(rewards)
     run = FakeRun(pool, first=1)
     penalty = {0: [0, 0, 0.5, 0.5], 1: [0.5, 0, 0.5, 0.5]}
-    run.shaped_reward = lambda t: t.reward - penalty[t.key.group][t.key.member]
+    run.samples.shaped_reward = lambda t: t.reward - penalty[t.key.group][t.key.member]
     gradient, done = rolled(run)
     assert done.advantages == {(1, member): 0.0 for member in range(SIZE)}
     assert not np.any(gradient)

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from thundersync_jax import objective
+from thundersync_jax import objective, token_numbers
 from thundersync_jax.config import LossConfig, ModelConfig
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.models import transformer
 from thundersync_jax.surrogate import Max
-from thundersync_jax.types import StopReason, Trajectory, TrajectoryKey
+from thundersync_jax.types import StopReason, TeacherScores, Trajectory, TrajectoryKey
 
 MODEL = ModelConfig(layers=1, width=16, mlp_width=32, heads=2, kv_heads=1, head_dim=8)
 TEMPERATURE = 0.7
@@ -52,6 +52,21 @@ def credited():
     return trajectory(turn_weights=u, turn_credits=v)
 
 
+def scored(one, loss):
+    """A trajectory with the scores of a teacher, where the loss asks one."""
+    if loss.distill == "none":
+        return one
+    logprobs = distributions(params(2), one.ids)
+    ids = None
+    if token_numbers.teacher_kind(loss) == "sampled":
+        logprobs = np.take_along_axis(logprobs, one.ids[:, None], axis=1)
+    elif loss.distill_top_k:
+        ids = np.argsort(-logprobs)[:, : loss.distill_top_k].astype(np.int32)
+        logprobs = np.take_along_axis(logprobs, ids, axis=1)
+    scores = TeacherScores(logprobs.astype(np.float32), ids, one.loss_mask)
+    return dataclasses.replace(one, teacher=scores)
+
+
 @functools.cache
 def params(seed):
     found = jax.jit(functools.partial(transformer.init, MODEL))(jax.random.key(seed))
@@ -60,9 +75,10 @@ def params(seed):
 
 def evaluated(loss, one=None):
     """(surrogate, gradients of its two parts) of a trajectory in a longer bucket."""
-    sample = objective.sample(one or trajectory(), loss, (12,)).tree
+    sample = objective.sample(scored(one or trajectory(), loss), loss, (12,)).tree
     idle = {"constant": None, "aggregation": "sequence_mean", "advantage": "mean_only"}
-    names = ("kl_coef", "kl_estimator", "entropy_coef", "importance_cap", "turn_credit")
+    names = ["kl_coef", "kl_estimator", "entropy_coef", "importance_cap", "turn_credit"]
+    names += ["distill", "distill_coef", "distill_top_k"]
     idle |= {name: getattr(loss, name) for name in names}
     return compiled(LossConfig(**idle))(params(0), params(1), sample)
 
@@ -239,12 +255,13 @@ def test_length_penalty_grows_between_the_free_tokens_and_the_limit():
 
 def test_empty_samples_have_the_shapes_of_real_ones():
     for loss in LOSSES.values():
-        real = objective.sample(trajectory(), loss, (12,)).tree
-        made_up = objective.empty_sample(12, loss).tree
+        real = objective.sample(scored(trajectory(), loss), loss, (12,)).tree
+        empty = objective.untrained(12, None, loss, MODEL.vocab_size)
+        made_up = objective.sample(empty, loss, (12,)).tree
         assert {k: (x.shape, x.dtype) for k, x in real.items()} == {
             k: (x.shape, x.dtype) for k, x in made_up.items()
         }
-        assert not any(x.any() for x in made_up.values())
+        assert not made_up["weights"].any() and not made_up["mask"].any()
 
 
 STD = "leave_one_out_std"
@@ -266,6 +283,9 @@ ACTING = {
     "length_free_tokens": ({"length_penalty": 0.5}, 0, 3),
     "importance_cap": ({}, None, 2.0),
     "turn_credit": ({}, "none", "environment"),
+    "distill": ({}, "sampled_reverse_kl", "jensen_shannon"),
+    "distill_coef": ({"distill": "reverse_kl"}, 1.0, 0.5),
+    "distill_top_k": ({"distill": "forward_kl"}, 2, None),
 }
 REWARDS = [0.0, 0.0, 1.0, 0.25, 1.0]
 
@@ -285,7 +305,7 @@ def fingerprint(loss):
         ["member", "group", "batch"].index(scope.scope),
         *(seen if loss.advantage == "tracked_baseline" else ()),
         objective.denominator(loss) == "tokens",
-        float(objective.sample(one, loss, (12,)).tree["weights"].sum()),
+        float(objective.sample(scored(one, loss), loss, (12,)).tree["weights"].sum()),
         objective.shaped_reward(one, loss, LIMIT),
         float(out.weighted),
         float(out.additive or 0.0),

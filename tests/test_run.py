@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import pytest
 
 from thundersync_jax import memory, objective, train
+from thundersync_jax.compiling import compile_all
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.metrics import read
 from thundersync_jax.run import Run
-from thundersync_jax.step import compile_all
 from thundersync_jax.types import TrajectoryKey
 from thundersync_jax.warm_start import demonstrations
 

@@ -100,7 +100,7 @@ def test_every_bound_of_the_verdict_can_fail_it(figures):
 
 
 def test_unknown_rules_and_missing_batch_are_refused(tmp_path):
-    for releases in (("batch", "turn"), ("group", "trajectory"), ()):
+    for releases in (("batch", "turn"), ("group", "trajectory"), ("trajectory",)):
         with pytest.raises(ConfigError, match="batch included"):
             verify(CONFIG, tmp_path, releases=releases)
     for numbers in ({"steps": 0}, {"orders": -1}):
@@ -117,11 +117,11 @@ def test_last_rewards_come_late_within_what_may_be_open():
     for start in (0, 24):
         window = events[start : start + 24]
         early, late = window[:18], window[18:]
-        groups = {t.key.group for _, t in window}
+        groups = {event.trajectory.key.group for event in window}
         assert len(groups) == 3
         for group in groups:
-            assert len({t.key.member for _, t in early if t.key.group == group}) == 3
-            assert len({t.key.member for _, t in late if t.key.group == group}) == 1
+            assert len(_members(early, group)) == 3
+            assert len(_members(late, group)) == 1
 
 
 def test_every_random_order_is_another_one_in_every_step():
@@ -150,8 +150,13 @@ def test_every_random_order_is_another_one_in_every_step():
     assert len(found) == 4
 
 
+def _members(events, group):
+    keys = {event.trajectory.key for event in events}
+    return {key.member for key in keys if key.group == group}
+
+
 def _names(events):
-    return [(kind, trajectory.key) for kind, trajectory in events]
+    return [(event.kind, event.trajectory.key) for event in events]
 
 
 def test_same_ids_live_under_every_release_rule(tmp_path):

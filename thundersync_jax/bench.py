@@ -29,6 +29,7 @@ import jax.numpy as jnp
 
 from thundersync_jax import calibration, pictures, report, state
 from thundersync_jax.checkpoint import Checkpoints
+from thundersync_jax.compiling import compile_all
 from thundersync_jax.config import Config
 from thundersync_jax.display import Display
 from thundersync_jax.errors import ConfigError, StreamError
@@ -38,7 +39,7 @@ from thundersync_jax.live import Live, live
 from thundersync_jax.progress import Progress
 from thundersync_jax.run import Factory, Run
 from thundersync_jax.schedule import RELEASES
-from thundersync_jax.step import compile_all, conclude
+from thundersync_jax.step import conclude
 from thundersync_jax.types import Trajectory
 from thundersync_jax.warm_start import POLICY_VERSION, warm_start
 

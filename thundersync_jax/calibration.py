@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from thundersync_jax import comparison, signature
+from thundersync_jax.compiling import made_up_calls
 from thundersync_jax.learner_clock import Ran
 from thundersync_jax.run import Run
-from thundersync_jax.step import made_up_calls, roll_out
+from thundersync_jax.step import roll_out
 from thundersync_jax.types import Trajectory
 
 Tree = Any
@@ -111,7 +112,7 @@ def sample(
 
 def kinds(run: Run, trajectories: Iterable[Trajectory]) -> list[Any]:
     """The length bucket of each trajectory, as in `Shape`."""
-    return [signature.shapes(run.sample(one).tree) for one in trajectories]
+    return [signature.shapes(run.samples.whole(one).tree) for one in trajectories]
 
 
 def learner_secs(

@@ -22,6 +22,7 @@ _LEAST_MEMBERS = {
     "fixed_baseline": 1,
     "tracked_baseline": 1,
     "leave_one_out_std": 3,
+    "none": 1,
 }
 
 # Settings of other systems, by a part of their names, and why there are none.
@@ -57,6 +58,9 @@ def check(config: Config) -> None:
     Also where one would have no effect: an accepted setting is a setting that acts.
     """
     _check_groups(config)
+    _check_teacher(config)
+    _check_turns(config)
+    _check_prompts(config)
     _check_exact(config)
     _check_tokens(config)
     _check_sharding(config)
@@ -108,6 +112,85 @@ def _check_groups(config: Config) -> None:
     )
 
 
+def _check_teacher(config: Config) -> None:
+    loss, teacher = config.loss, config.teacher
+    require(
+        loss.distill == "none" or teacher.workdir is not None,
+        f"loss.distill is {loss.distill!r} with teacher.workdir none",
+        "the work directory of a run whose policy teaches",
+        "Set teacher.workdir.",
+    )
+    require(
+        loss.distill != "none" or teacher.workdir is None,
+        f"teacher.workdir is {teacher.workdir!r} with loss.distill 'none'",
+        "none: nobody asks the teacher",
+        "Set loss.distill to 'sampled_reverse_kl' or teacher.workdir to none.",
+    )
+    if loss.advantage != "none":
+        return
+    require(
+        config.release != "group",
+        "release is 'group' with loss.advantage 'none'",
+        "'batch', 'trajectory' or 'turn': without rewards nobody waits for a group",
+        "Set release to 'trajectory'.",
+    )
+    require(
+        config.uniform_groups == "keep",
+        f"uniform_groups is {config.uniform_groups!r} with loss.advantage 'none'",
+        "'keep': there are no rewards in the loss that could be equal",
+        "Set uniform_groups to 'keep'.",
+    )
+
+
+def _check_turns(config: Config) -> None:
+    rewarded = config.loss.advantage != "none"  # otherwise comparisons have it
+    if config.release != "turn":
+        require(
+            config.open_trajectories == 8 or not rewarded,
+            f"open_trajectories is {config.open_trajectories} with loss.advantage "
+            f"{config.loss.advantage!r}",
+            "8, its default: only release 'turn' uses it, which takes no rewards",
+            "Leave open_trajectories out.",
+        )
+        return
+    require(
+        not rewarded,
+        f"release is 'turn' with loss.advantage {config.loss.advantage!r}",
+        "'none': what a reward multiplies would need a second sum per trajectory",
+        "Set loss.advantage to 'none' or release to 'trajectory'.",
+    )
+    require(
+        config.accumulator == "plain",
+        "release is 'turn' with accumulator 'exact'",
+        "'plain': the programs of turns are others, and so are their bits",
+        "Set accumulator to 'plain' or release to 'trajectory'.",
+    )
+
+
+def _check_prompts(config: Config) -> None:
+    shared, loss = config.share_prompt == "group", config.loss
+    require(
+        not shared or config.rollout.group_size > 1,
+        "share_prompt is 'group' with rollout.group_size 1",
+        "'no': nobody is there to share it with",
+        "Set share_prompt to 'no' or raise rollout.group_size.",
+    )
+    require(
+        not shared or config.accumulator == "plain" or config.mesh.replica == 1,
+        f"share_prompt is 'group' with accumulator 'exact' and mesh.replica "
+        f"{config.mesh.replica}",
+        "1 replica: each would round its own share of a prompt",
+        "Set accumulator to 'plain', share_prompt to 'no' or mesh.replica to 1.",
+    )
+    require(
+        not config.rollout.segment_buckets or shared or loss.advantage == "none",
+        f"rollout.segment_buckets is {config.rollout.segment_buckets} with "
+        f"share_prompt {config.share_prompt!r} and loss.advantage {loss.advantage!r}",
+        "(): nothing is computed in pieces",
+        "Leave it out, or set share_prompt to 'group'.",
+    )
+
+
 def _check_exact(config: Config) -> None:
     if config.accumulator != "exact":
         return
@@ -155,7 +238,7 @@ def _check_tokens(config: Config) -> None:
 def _check_sharding(config: Config) -> None:
     mesh, model, rollout = config.mesh, config.model, config.rollout
     shared = [("mesh.fsdp", mesh.fsdp, "model.width", model.width)]
-    for bucket in rollout.gradient_buckets:
+    for bucket in (*rollout.gradient_buckets, *rollout.segment_buckets):
         shared += [("mesh.fsdp", mesh.fsdp, "rollout.gradient_buckets", bucket)]
     for name in ("heads", "kv_heads", "mlp_width"):
         shared += [("mesh.tensor", mesh.tensor, f"model.{name}", getattr(model, name))]

@@ -8,19 +8,28 @@ itself are live (module `live`).
 import dataclasses
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from thundersync_jax import telling
 from thundersync_jax.ledger import Report
 from thundersync_jax.run import Run
 from thundersync_jax.types import Trajectory
 
 Tree = Any
-Event = tuple[str, Trajectory]  # "complete", "reward" or "fail", and of what
 _POLL_SECS = 0.0005
+
+
+class Event(NamedTuple):
+    """What comes to a stream: "turn", "complete", "reward" or "fail", and of what."""
+
+    kind: str
+    trajectory: Trajectory
+    start: int = 0  # of a turn
+    end: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +70,8 @@ class Variant:
         if self.release == "batch":
             return in_order(trajectories)
         rng = np.random.default_rng((seed, step))
-        return last_rewards_late(trajectories, rng, window)
+        events = last_rewards_late(trajectories, rng, window)
+        return with_turns(events, rng) if self.release == "turn" else events
 
 
 def variants(releases: Sequence[str], orders: int) -> list[Variant]:
@@ -102,25 +112,26 @@ def replay(
       rush: Whether all events come at once. Otherwise the stream has time to work
         between them.
     """
-    key, version = events[0][1].key, events[0][1].policy_version
+    first = events[0].trajectory
+    step, version = first.key.step, first.policy_version
     stream = run.new_stream(params, version, release, rows, accumulator)
     members = run.config.rollout.group_size
-    for group in sorted({t.key.group for _, t in events}):
-        baseline = run.group_baseline(key.step, group)
-        stream.open_group(group, members, baseline=baseline)
-        there = {t.key.member for _, t in events if t.key.group == group}
+    for group in sorted({event.trajectory.key.group for event in events}):
+        telling.open_group(run, stream, step, group, members)
+        places = {event.trajectory.key[1:3] for event in events}
+        there = {member for other, member in places if other == group}
         for member in set(range(members)) - there:
             stream.fail(group, member, "no tokens")
-    for kind, trajectory in events:
-        group, member = trajectory.key.group, trajectory.key.member
-        if kind == "complete":
-            tokens = trajectory.action_tokens
-            stream.complete(group, member, run.sample(trajectory), tokens=tokens)
+    for kind, trajectory, *where in events:
+        if kind == "turn":
+            telling.turn(run, stream, trajectory, *where)
+        elif kind == "complete":
+            telling.complete(run, stream, trajectory)
         elif kind == "reward":
-            shaped = run.shaped_reward(trajectory)
-            stream.reward(group, member, shaped, raw=trajectory.reward)
+            telling.reward(run, stream, trajectory)
         else:
-            stream.fail(group, member, trajectory.stop_reason.value)
+            place = trajectory.key.group, trajectory.key.member
+            stream.fail(*place, trajectory.stop_reason.value)
         while stream.advance() and not rush:
             time.sleep(_POLL_SECS)
     gradient, report = stream.finish()
@@ -175,6 +186,18 @@ def interleaved(
     return [events[i] for i in rng.permutation(len(events))]
 
 
+def with_turns(events: Sequence[Event], rng: np.random.Generator) -> list[Event]:
+    """Every trajectory's turns as events of their own, in order, before its end."""
+    placed = [(float(i), event) for i, event in enumerate(events)]
+    for i, event in enumerate(events):
+        if event.kind != "reward":
+            turns = telling.turns(event.trajectory)
+            times = np.sort(rng.uniform(-1, i, len(turns)))
+            both = zip(times, turns, strict=True)
+            placed += [(t, Event("turn", event.trajectory, *turn)) for t, turn in both]
+    return [event for _, event in sorted(placed, key=lambda pair: pair[0])]
+
+
 def counting(found: Replay, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
     """The trajectories that count."""
     return [t for t in trajectories if t.key[1:3] in found.advantages]
@@ -183,6 +206,8 @@ def counting(found: Replay, trajectories: Sequence[Trajectory]) -> list[Trajecto
 def nonzero_groups(found: Replay) -> float:
     """Share of the groups that count in which an advantage is not 0."""
     groups = {group for group, _ in found.advantages}
+    if not found.report.rewards:  # then every group has a gradient of its own
+        return float(bool(groups))
     moving = {group for (group, _), a in found.advantages.items() if a != 0}
     return len(moving) / max(len(groups), 1)
 
@@ -215,8 +240,8 @@ def control_difference(
 
 def _events(trajectory: Trajectory) -> list[Event]:
     if trajectory.stop_reason.failed:
-        return [("fail", trajectory)]
-    return [("complete", trajectory), ("reward", trajectory)]
+        return [Event("fail", trajectory)]
+    return [Event("complete", trajectory), Event("reward", trajectory)]
 
 
 def _in_turns(rows: list[list[Event]], rng: np.random.Generator) -> list[Event]:

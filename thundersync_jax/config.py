@@ -10,33 +10,21 @@ from dataclasses import field
 from typing import Any, Literal
 
 from thundersync_jax import combinations
-from thundersync_jax.checks import (
-    at_least_zero,
-    below,
-    effective,
-    positive,
-    require,
-    share,
-)
+from thundersync_jax.checks import at_least_zero, effective, positive, require, share
+from thundersync_jax.loss_config import LossConfig, OptimConfig
 from thundersync_jax.settings import check_types, is_frozen_dataclass
-from thundersync_jax.types import LARGEST_REWARD
 
-Release = Literal["batch", "group", "trajectory"]
+Release = Literal["batch", "group", "trajectory", "turn"]
 Accumulator = Literal["plain", "exact"]
 PartialGroups = Literal["drop", "keep", "fail"]
 UniformGroups = Literal["keep", "drop", "replace"]
 ComputeDtype = Literal["float32", "bfloat16", "float64"]
 MatmulPrecision = Literal["default", "high", "highest"]
-Aggregation = Literal["sequence_mean", "token_mean", "constant"]
-Advantage = Literal[
-    *("mean_std", "mean_only", "leave_one_out", "leave_one_out_std"),
-    *("batch_mean_std", "pass_at_k", "fixed_baseline", "tracked_baseline"),
-]
-KLEstimator = Literal["k1", "k2", "k3"]
-TurnCredit = Literal["none", "environment"]
 LatencyKind = Literal["none", "constant", "lognormal", "straggler"]
 CutActions = Literal["end", "run"]
 Sampler = Literal["own_device", "shared"]
+TeacherDevice = Literal["own_device", "sampler"]
+SharePrompt = Literal["no", "group"]
 
 _MOST_STOP_IDS = 8  # what a turn may name in models/generation.py
 _END = 261  # of the byte-level tokenizer, ends an action
@@ -83,93 +71,6 @@ class ModelConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class OptimConfig:
-    """AdamW, once per step."""
-
-    learning_rate: float = 1e-3  # after the warm-up; 0 leaves the policy as it is
-    warmup_steps: int = 0  # steps of linear warm-up from 0
-    weight_decay: float = 0.0  # decoupled, per unit of learning rate
-    b1: float = 0.9  # decay of the first moment
-    b2: float = 0.95  # decay of the second moment
-    clip_norm: float | None = 1.0  # largest global gradient norm; none: no clipping
-
-    def __post_init__(self):
-        check_types(self, "optim.")
-        at_least_zero(self, "optim.", ["learning_rate", "warmup_steps"])
-        at_least_zero(self, "optim.", ["weight_decay"])
-        for name in ("b1", "b2"):
-            value = getattr(self, name)
-            require(
-                0 <= value < 1,
-                f"optim.{name} is {value}",
-                "at least 0 and below 1",
-                f"Set optim.{name} to 0.9 or the like.",
-            )
-        if self.clip_norm is not None:
-            positive(self, "optim.", ["clip_norm"], "Turn clipping off with none.")
-
-
-@dataclasses.dataclass(frozen=True)
-class LossConfig:
-    """How tokens, trajectories and rewards are weighed; README has the equations."""
-
-    aggregation: Aggregation = "sequence_mean"  # over tokens; README has the numbers
-    constant: float | None = None  # the divisor of aggregation "constant", in tokens
-    advantage: Advantage = "mean_std"  # how rewards become advantages
-    std_ddof: int = 0  # of the std estimators: 0 population, 1 sample deviation
-    std_eps: float = 1e-6  # of the std estimators: added to the deviation, in rewards
-    pass_k: int = 4  # of pass_at_k: attempts of which one has to succeed
-    baseline: float = 0.0  # reward of fixed_baseline; tracked_baseline begins with it
-    baseline_decay: float = 0.9  # of tracked_baseline: weight of the past per step
-    kl_coef: float = 0.0  # weight of the KL to the policy after the warm start
-    kl_estimator: KLEstimator = "k3"  # of that KL's value; its gradient is always right
-    entropy_coef: float = 0.0  # weight of the entropy bonus, per nat
-    length_penalty: float = 0.0  # reward that the longest possible trajectory loses
-    length_free_tokens: int = 0  # sampled tokens up to which a trajectory loses none
-    importance_cap: float | None = None  # of learner over sampler per token; none: off
-    turn_credit: TurnCredit = "none"  # a turn's own credit: refused, or as it is given
-
-    def __post_init__(self):
-        check_types(self, "loss.")
-        require(
-            self.aggregation != "constant" or self.constant is not None,
-            "loss.constant is none with loss.aggregation 'constant'",
-            "the number of tokens to divide by",
-            "Set loss.constant, usually to rollout.context_tokens.",
-        )
-        require(
-            self.std_ddof in (0, 1),
-            f"loss.std_ddof is {self.std_ddof}",
-            "0 (population) or 1 (sample)",
-            "Set loss.std_ddof to 0.",
-        )
-        share(self, "loss.", ["baseline_decay"])
-        at_least_zero(self, "loss.", ["std_eps", "kl_coef", "entropy_coef"])
-        at_least_zero(self, "loss.", ["length_penalty", "length_free_tokens"])
-        sizes = ["baseline", "kl_coef", "entropy_coef", "length_penalty"]
-        below(self, "loss.", sizes, LARGEST_REWARD)
-        if self.constant is not None:
-            positive(self, "loss.", ["constant"])
-        if self.importance_cap is not None:
-            positive(self, "loss.", ["importance_cap"], "Turn it off with none.")
-        std = ("mean_std", "leave_one_out_std", "batch_mean_std")
-        effective(self, "loss.", ["constant"], "aggregation", ("constant",))
-        effective(self, "loss.", ["std_ddof", "std_eps"], "advantage", std)
-        effective(self, "loss.", ["pass_k"], "advantage", ("pass_at_k",))
-        prior = ("fixed_baseline", "tracked_baseline")
-        effective(self, "loss.", ["baseline"], "advantage", prior)
-        effective(self, "loss.", ["baseline_decay"], "advantage", prior[1:])
-        effective(self, "loss.", ["kl_estimator"], "kl_coef")
-        effective(self, "loss.", ["length_free_tokens"], "length_penalty")
-
-    @property
-    def has_additive(self) -> bool:
-        """Whether the loss has a part that no advantage multiplies."""
-        credit = self.turn_credit == "environment"
-        return bool(self.kl_coef or self.entropy_coef or credit)
-
-
-@dataclasses.dataclass(frozen=True)
 class RolloutConfig:
     """How trajectories are sampled, and when they are given up."""
 
@@ -185,6 +86,7 @@ class RolloutConfig:
     cut_actions: CutActions = "end"  # at the token limit: end the trajectory, or run it
     prefill_buckets: tuple[int, ...] = (16, 32, 96)  # padded lengths of new tokens
     gradient_buckets: tuple[int, ...] = (48, 64, 96)  # padded lengths of trajectories
+    segment_buckets: tuple[int, ...] = ()  # of turns and shared prompts; (): gradient's
     command_timeout_secs: float = 10.0  # deadline of one environment step
     trajectory_timeout_secs: float = 60.0  # deadline of one trajectory
     verify_timeout_secs: float = 10.0  # deadline of one verification
@@ -225,8 +127,15 @@ class RolloutConfig:
             f"at most {_MOST_STOP_IDS} different ids, none below 0",
             "Set rollout.stop_ids to 261, the byte-level <end>.",
         )
-        for name in ("prefill_buckets", "gradient_buckets"):
-            _check_buckets(name, getattr(self, name), self.context_tokens)
+        for name in ("prefill_buckets", "gradient_buckets", "segment_buckets"):
+            buckets = getattr(self, name)
+            if buckets or name != "segment_buckets":
+                _check_buckets(name, buckets, self.context_tokens)
+
+    @property
+    def segment_lengths(self) -> tuple[int, ...]:
+        """Padded lengths of turns and of shared prompts."""
+        return self.segment_buckets or self.gradient_buckets
 
     @property
     def most_action_tokens(self) -> int:
@@ -290,6 +199,20 @@ class MeshConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class TeacherConfig:
+    """Which policy `loss.distill` pulls towards, and where it scores."""
+
+    workdir: str | None = None  # of the run whose newest policy it is
+    config: str | None = None  # FILE.py[:variant] that makes such a run where none is
+    device: TeacherDevice = "own_device"  # its own, or the sampler's
+    buckets: tuple[int, ...] = ()  # padded lengths of a turn; (): rollout's prefill's
+
+    def __post_init__(self):
+        check_types(self, "teacher.")
+        effective(self, "teacher.", ["config", "device", "buckets"], "workdir")
+
+
+@dataclasses.dataclass(frozen=True)
 class WarmStartConfig:
     """Supervised steps on demonstrations that give RL its first signal."""
 
@@ -341,6 +264,8 @@ class Config:
     seed: int = 0  # of tasks, initial parameters, sampling and latencies
     steps: int = 100  # optimizer updates
     release: Release = "trajectory"  # when the gradient of a trajectory may start
+    share_prompt: SharePrompt = "no"  # group: the prompt of a group runs once
+    open_trajectories: int = 8  # of release turn: those with sums and states at a time
     accumulator: Accumulator = "plain"  # float32 sums; exact: bits know no order
     open_groups: int | None = 4  # groups with sums at a time; none: as many as fit
     group_sum_bytes: int | None = None  # per device, for those sums; none: device says
@@ -351,6 +276,7 @@ class Config:
     loss: LossConfig = field(default_factory=LossConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     env: EnvConfig = field(default_factory=EnvConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
@@ -359,12 +285,21 @@ class Config:
     def __post_init__(self):
         check_types(self, "")
         at_least_zero(self, "", ["seed"])
-        positive(self, "", ["steps"])
+        positive(self, "", ["steps", "open_trajectories"])
         if self.open_groups is not None:
             at_least_zero(self, "", ["open_groups"])
         if self.group_sum_bytes is not None:
             positive(self, "", ["group_sum_bytes"])
         combinations.check(self)
+
+    @property
+    def releases(self) -> tuple[Release, ...]:
+        """The release rules that make a difference for this loss."""
+        if self.loss.advantage != "none":
+            return "batch", "group", "trajectory"
+        if self.accumulator == "exact":
+            return "batch", "trajectory"
+        return "batch", "trajectory", "turn"
 
     @property
     def most_replacements(self) -> int:

@@ -1,4 +1,4 @@
-"""Which devices learn and which one samples, decided before jax starts."""
+"""Which devices learn, sample and teach, decided before jax starts."""
 
 import contextlib
 import os
@@ -7,25 +7,28 @@ from typing import NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from thundersync_jax.config import Config, MeshConfig
+from thundersync_jax.config import Config
 from thundersync_jax.mesh import make_mesh
 
 
 class Placement(NamedTuple):
-    """The learner's mesh and the sampler's device."""
+    """The learner's mesh and the devices beside it."""
 
     mesh: Mesh
     sampler: jax.Device
+    teacher: jax.Device  # the sampler's where the config has none of its own
 
 
 def prepare(config: Config) -> None:
     """Sets what jax reads once: the number of CPU devices, and 64-bit numbers.
 
-    The CPU counts as one device unless told otherwise; a learner and a sampler of their
-    own need two. Harmless where a GPU or a TPU is used, or where jax runs already.
+    The CPU counts as one device unless told otherwise; a learner, a sampler and a
+    teacher of their own need three. Harmless where a GPU or a TPU is used, or where jax
+    runs already.
     """
     mesh = config.mesh
-    wanted = mesh.replica * mesh.fsdp * mesh.tensor + (mesh.sampler == "own_device")
+    wanted = mesh.replica * mesh.fsdp * mesh.tensor
+    wanted += (mesh.sampler == "own_device") + _teaches_alone(config)
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         # Refused where jax runs already, with as many devices as it has.
         with contextlib.suppress(RuntimeError):
@@ -34,22 +37,37 @@ def prepare(config: Config) -> None:
         jax.config.update("jax_enable_x64", True)
 
 
-def place(config: MeshConfig) -> Placement:
-    """Returns the learner's mesh over the first devices and the sampler's device.
+def place(config: Config) -> Placement:
+    """Returns the learner's mesh over the first devices, and those behind it.
 
     The sampler takes the device behind the mesh, or the learner's first where the
-    config says "shared".
+    config says "shared". A teacher takes the one behind that, or the sampler's.
 
     Raises:
       ValueError: There are too few devices.
     """
-    devices = jax.devices()
-    mesh = make_mesh(config.replica, config.fsdp, config.tensor, devices)
-    if config.sampler == "shared":
-        return Placement(mesh, devices[0])
-    if len(devices) == mesh.size:
+    devices, asked = jax.devices(), config.mesh
+    mesh = make_mesh(asked.replica, asked.fsdp, asked.tensor, devices)
+    rest = devices[mesh.size :]
+    sampler = devices[0]
+    if asked.sampler == "own_device":
+        if not rest:
+            raise ValueError(
+                "mesh.sampler is 'own_device' and the learner takes all "
+                f"{mesh.size} devices; set mesh.sampler=shared or make the mesh smaller"
+            )
+        sampler, *rest = rest
+    if not _teaches_alone(config):
+        return Placement(mesh, sampler, sampler)
+    if not rest:
         raise ValueError(
-            f"mesh.sampler is 'own_device' and the learner takes all {mesh.size} "
-            "devices; set mesh.sampler=shared or make the mesh smaller"
+            f"teacher.device is 'own_device' and learner and sampler take all "
+            f"{len(devices)} devices; set teacher.device=sampler or make the mesh "
+            "smaller"
         )
-    return Placement(mesh, devices[mesh.size])
+    return Placement(mesh, sampler, rest[0])
+
+
+def _teaches_alone(config: Config) -> bool:
+    teacher = config.teacher
+    return teacher.workdir is not None and teacher.device == "own_device"

@@ -219,7 +219,8 @@ def _parse_flags(argv: Sequence[str], accepted: Mapping[str, Flag]) -> dict[str,
         tuple: absl_flags.DEFINE_list,
     }
     for name, flag in accepted.items():
-        default = list(flag.default) if flag.kind is tuple else flag.default
+        default = flag.default
+        default = list(default) if isinstance(default, tuple) else default
         define[flag.kind](name, default, flag.help, flag_values=values)
     try:
         positional = values(list(argv))[1:]
@@ -238,7 +239,7 @@ def _parse_flags(argv: Sequence[str], accepted: Mapping[str, Flag]) -> dict[str,
             f"{positional[0]!r} stands alone, expected --flag=value. See --help."
         )
     return {
-        name: tuple(values[name].value) if flag.kind is tuple else values[name].value
+        name: tuple(value) if isinstance(value := values[name].value, list) else value
         for name, flag in accepted.items()
     }
 

@@ -12,7 +12,7 @@ from typing import Any
 from thundersync_jax.learner_clock import Ran
 from thundersync_jax.progress import Progress
 from thundersync_jax.run import Run
-from thundersync_jax.schedule import RELEASES
+from thundersync_jax.schedule import Prompt, TurnCall
 from thundersync_jax.step import Step, run_step
 from thundersync_jax.timing import StepTiming, predicted_step_secs, step_timing
 from thundersync_jax.timing import release_secs as release_times
@@ -79,7 +79,7 @@ def live(
     boundary(done)
     end = time.monotonic()
     spans = run.timeline.spans(since=done.start_secs)
-    arrivals = _arrivals(done, release)
+    arrivals = _arrivals(done, release, run.judged)
     worked = max([done.last_reward_secs, *(ran.end_secs for ran in done.calls)])
     return Live(
         step=done,
@@ -97,13 +97,20 @@ def live(
 
 
 def compare(
-    run: Run, params: Tree, version: int, step: int, releases: Sequence[str] = RELEASES
+    run: Run,
+    params: Tree,
+    version: int,
+    step: int,
+    releases: Sequence[str] | None = None,
 ) -> dict[str, Live]:
     """Runs the same step under several release rules, from the same parameters.
+
+    None for `releases` takes all that make a difference for the run's loss.
 
     The boundary is the gradient's reduction alone: nothing is updated. A step that had
     to compile is done again, so that no rule pays for another's programs.
     """
+    releases = releases or run.config.releases
     if not any(span.track == "rollout" for span in run.timeline.spans()):
         live(run, params, version, step, releases[0])  # the sampler compiles
     results = {}
@@ -130,18 +137,33 @@ def predicted_secs(
     return predicted_step_secs(times, [*work, 0.0], boundary_secs)
 
 
-def _arrivals(step: Step, release: str) -> list[float]:
-    """When each call might begin: at the release of its last sample."""
+def _arrivals(step: Step, release: str, judged: bool) -> list[float]:
+    """When each call might begin: at the release of its last sample.
+
+    A turn once it is scored; a replay once its trajectory is complete; a shared prompt
+    once the last of its group is released.
+    """
     failed = {failed.key[1:3]: failed.secs for failed in step.failures}
-    released = release_times(step.rewarded_secs | failed, release)
-    return [max(released[item[:2]] for item in ran.call.items) for ran in step.calls]
+    ended = step.rewarded_secs if judged else step.completed_secs
+    rule = "trajectory" if release == "turn" else release
+    released = release_times(ended | failed, rule)
+
+    def arrival(call):
+        if isinstance(call, Prompt):
+            return max(t for (group, _), t in released.items() if group == call.group)
+        if isinstance(call, TurnCall) and not call.replay:
+            return step.turn_secs[call.item[:3]]
+        items = [call.item] if isinstance(call, TurnCall) else call.items
+        return max(released[item[:2]] for item in items)
+
+    return [arrival(ran.call) for ran in step.calls]
 
 
 def _dispatch_secs(calls: Sequence[Ran], arrivals: Sequence[float]) -> list[float]:
     free: dict[int, float] = {}
     waits = []
     for ran, arrival in zip(calls, arrivals, strict=True):
-        if free.get(ran.call.replica, 0.0) <= arrival:
+        if free.get(ran.replica, 0.0) <= arrival:
             waits.append(ran.dispatched_secs - arrival)
-        free[ran.call.replica] = ran.end_secs
+        free[ran.replica] = ran.end_secs
     return waits

@@ -7,6 +7,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from thundersync_jax import sums
 from thundersync_jax.config import Config
@@ -32,16 +33,19 @@ class SumMemory:
     description: str
 
 
-def plan(config: Config, estimator: Estimator, params: Tree) -> SumMemory:
+def plan(config: Config, estimator: Estimator | None, params: Tree) -> SumMemory:
     """What a config asks for, as far as it fits.
 
     Raises:
       ConfigError: The sums of one group do not fit, or nobody says what would.
     """
-    scope, exact = estimator.scope, config.accumulator == "exact"
+    if config.release == "turn":
+        return _of_turns(config, params)
+    scope = "member" if estimator is None else estimator.scope
+    exact = config.accumulator == "exact"
     channels = sums.channels(
         scope,
-        weighted=True,
+        weighted=estimator is not None,
         additive=config.loss.has_additive,
         lossy=config.partial_groups == "drop" or config.uniform_groups != "keep",
     )
@@ -65,6 +69,21 @@ def plan(config: Config, estimator: Estimator, params: Tree) -> SumMemory:
     size = f"{total * one / 2**20:,.1f} MiB of gradient sums per device"
     words = "; at most three 32-bit words per parameter and sum" * exact
     return SumMemory(open_groups, f"{size}: {_listed(parts)}{words}")
+
+
+def _of_turns(config: Config, params: Tree) -> SumMemory:
+    """Turn by turn: a sum per open trajectory, keys and values with cotangents."""
+    model, places = config.model, config.open_trajectories
+    entries = 2 * model.layers * model.kv_heads * model.head_dim
+    kept = entries * config.rollout.context_tokens
+    size = (1 + places) * sums.bytes_per_device(params)
+    states = places * kept * (jnp.dtype(model.dtype).itemsize + 4)
+    return SumMemory(
+        config.rollout.groups_per_step,
+        f"{size / 2**20:,.1f} MiB of gradient sums per device: the batch and up to "
+        f"{places} open trajectories; and {states / 2**20:,.1f} MiB of their keys, "
+        "values and cotangents",
+    )
 
 
 def _open_groups(config: Config, params: Tree, one: int) -> int:

@@ -13,20 +13,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from thundersync_jax import (
-    buckets,
     devices,
     memory,
     mesh,
     objective,
+    run_tasks,
     state,
     task_order,
+    teaching,
 )
 from thundersync_jax.config import Config, LatencyConfig
-from thundersync_jax.envs.base import Environment, TaskSet, check_split, load_factory
+from thundersync_jax.envs.base import Environment, TaskSet, load_factory
 from thundersync_jax.envs.latency import WithLatency
-from thundersync_jax.errors import ConfigError
 from thundersync_jax.learner_clock import LearnerClock
 from thundersync_jax.models import layers, transformer
 from thundersync_jax.models.decode import InProcessEngine
@@ -34,12 +35,15 @@ from thundersync_jax.rollout import render
 from thundersync_jax.rollout.agent import PHASES
 from thundersync_jax.rollout.events import Job
 from thundersync_jax.rollout.pool import RolloutPool
+from thundersync_jax.samples import Samples
 from thundersync_jax.stream import GradientStream
 from thundersync_jax.timeline import Timeline
+from thundersync_jax.turn_stream import TurnStream
 from thundersync_jax.types import Trajectory, TrajectoryKey
 from thundersync_jax.workdir import check_claim, claim, locked
 
 Tree = Any
+_KIND = 40  # characters of a line by which warnings are told apart
 Factory = Callable[..., TaskSet]
 
 
@@ -69,10 +73,11 @@ class Run:
     ):
         self.config = config
         self.latency_scale = 1.0
+        self._warned: set[str] = set()
         self.workdir = Path(workdir)
         self.on_line = on_line
         factory = environment or load_factory(config.env.factory)
-        self.tasks = _checked(factory(config.env, config.seed), config)
+        self.tasks = run_tasks.checked(factory(config.env, config.seed), config)
         self._held = contextlib.ExitStack()
         try:
             self._build(config, workdir, owner)
@@ -85,11 +90,16 @@ class Run:
             self._held.enter_context(locked(workdir))
             check_claim(workdir, config)
         devices.prepare(config)
-        self.placement = devices.place(config.mesh)
+        self.placement = devices.place(config)
         self.optimizer = state.make_optimizer(config.optim)
-        self.surrogate = objective.policy_surrogate(
-            config.model, config.rollout.temperature, config.loss
-        )
+        self.teacher = teaching.load(config, self.on_line)
+        width = teaching.width(config, self.teacher)
+        self.samples = Samples(config, width, self._prompt_ids)
+        loss, rollout = config.loss, config.rollout
+        given = config.model, rollout.temperature, loss
+        self.surrogate = objective.policy_surrogate(*given, width)
+        slots = rollout.context_tokens
+        self.segments = objective.policy_segments(*given, slots, width)
         self.estimator = objective.estimator(config.loss)
         self.baselines = objective.baselines(config.loss)
         self._reference: Tree = None
@@ -102,6 +112,8 @@ class Run:
         if owner:  # nothing refuses the config any more
             claim(workdir, config)
         self._introduce(params, found)
+        place = self.placement.teacher
+        self.scoring = teaching.engine(config, self.teacher, width, place)
         self.engine = InProcessEngine(
             config.model,
             params,
@@ -117,6 +129,7 @@ class Run:
             config.rollout,
             config.seed,
             on_span=self.timeline.add,
+            make_teacher=teaching.maker(self.scoring),
         )
 
     def __enter__(self) -> "Run":
@@ -160,8 +173,8 @@ class Run:
         release: str | None = None,
         rows: int = 0,
         accumulator: str | None = None,
-    ) -> GradientStream:
-        """A stream for one step of this run's loss.
+    ) -> GradientStream | TurnStream:
+        """A stream for one step of this run's loss; a `TurnStream` for release "turn".
 
         Args:
           params: Of the policy.
@@ -176,39 +189,42 @@ class Run:
                 f"loss.kl_coef is {config.loss.kl_coef} and there is no reference "
                 "policy; call warm_start, or set_reference with its parameters"
             )
+        release = release or config.release
+        common = {
+            "denominator": objective.denominator(config.loss),
+            "partial_groups": config.partial_groups,
+            "frozen": self._reference,
+            "policy_version": version,
+            "on_call": self.clock.on_call,
+            "on_compile": lambda what: self.on_line(f"compiling {what}"),
+        }
+        if release == "turn":
+            places = config.open_trajectories
+            return TurnStream(self.segments, params, open_trajectories=places, **common)
         return GradientStream(
-            self.surrogate,
+            self.segments if config.share_prompt == "group" else self.surrogate,
             params,
             estimator=self.estimator,
-            denominator=objective.denominator(config.loss),
-            release=release or config.release,
+            release=release,
             open_groups=self.open_groups,
-            partial_groups=config.partial_groups,
             # Rolling out others instead is the step's business.
             uniform_groups="keep" if config.uniform_groups == "keep" else "drop",
             accumulator=accumulator or config.accumulator,
-            frozen=self._reference,
-            policy_version=version,
             rows_per_call=rows or config.mesh.rows_per_call,
             pad_last=False,  # both programs are compiled beforehand
-            on_call=self.clock.on_call,
-            on_compile=lambda what: self.on_line(f"compiling {what}"),
+            **common,
         )
 
-    def sample(self, trajectory: Trajectory) -> buckets.Padded:
-        """What the surrogate sees of a trajectory."""
-        lengths = self.config.rollout.gradient_buckets
-        return objective.sample(trajectory, self.config.loss, lengths)
+    @property
+    def judged(self) -> bool:
+        """Whether rewards are in the loss."""
+        return self.estimator is not None
 
-    def empty_sample(self, length: int) -> buckets.Padded:
-        """A sample of so many tokens, one of the gradient buckets, that trains none."""
-        return objective.empty_sample(length, self.config.loss)
-
-    def shaped_reward(self, trajectory: Trajectory) -> float:
-        """The reward that advantages follow from; filters look at the raw one."""
-        return objective.shaped_reward(
-            trajectory, self.config.loss, self.config.rollout.most_action_tokens
-        )
+    def warn_once(self, line: str) -> None:
+        """Says something that would otherwise be said at every step."""
+        if line[:_KIND] not in self._warned:
+            self._warned.add(line[:_KIND])
+            self.on_line(line)
 
     def train_jobs(self, step: int) -> list[Job]:
         """The rollouts of a step, counted from 1: each task `group_size` times."""
@@ -248,7 +264,7 @@ class Run:
         rewards: dict[str, list[float]] = {}
         for one in trajectories:
             name = self._task_name(one.key.step, one.key.group)
-            rewards.setdefault(name, []).append(self.shaped_reward(one))
+            rewards.setdefault(name, []).append(self.samples.shaped_reward(one))
         self.baselines.update(rewards)
 
     def restore_baselines(self, state: dict[str, Any]) -> None:
@@ -259,7 +275,10 @@ class Run:
         self, phase: str, step: int, questions: int, samples: int
     ) -> list[Job]:
         """Rollouts of the first held-out questions."""
-        return make_jobs(phase, step, self.tasks.heldout[:questions], samples)
+        return run_tasks.make_jobs(phase, step, self.tasks.heldout[:questions], samples)
+
+    def _prompt_ids(self, step: int, group: int) -> np.ndarray:
+        return render.render_prompt(self.tasks.prompt(self.task(step, group)))
 
     def _jobs(self, step: int, group: int) -> list[Job]:
         task = self.task(step, group)
@@ -291,6 +310,10 @@ class Run:
         self.on_line(f"{count:,} parameters; learner on {axes}, sampler on {sampler}")
         if found.description:
             self.on_line(found.description)
+        if self.teacher is not None:
+            count = sum(x.size for x in jax.tree.leaves(self.teacher.params))
+            where = f"from {self.config.teacher.workdir} on {self.placement.teacher}"
+            self.on_line(f"teacher of {count:,} parameters {where}")
         if self.config.loss.kl_coef:
             self.on_line("one more copy of the parameters: the reference of the KL")
 
@@ -312,60 +335,3 @@ def _scaled(latency: LatencyConfig, factor: float) -> LatencyConfig:
     if latency.kind != "lognormal":
         return latency
     return dataclasses.replace(latency, median_secs=factor * latency.median_secs)
-
-
-def make_jobs(phase: str, step: int, tasks: Sequence[Any], members: int) -> list[Job]:
-    """Every task as a group of so many members."""
-    return [
-        Job(TrajectoryKey(step, group, member, phase=phase), task)
-        for group, task in enumerate(tasks)
-        for member in range(members)
-    ]
-
-
-def _checked(tasks: TaskSet, config: Config) -> TaskSet:
-    """The tasks that fit the context, if they are what the config needs."""
-    if not isinstance(tasks, TaskSet):
-        raise ConfigError(
-            f"env.factory {config.env.factory!r} returned {type(tasks).__name__}; "
-            "expected an envs.base.TaskSet"
-        )
-    if config.warm_start.steps and tasks.demonstrate is None:
-        raise ConfigError(
-            f"warm_start.steps is {config.warm_start.steps} and the task set has no "
-            "`demonstrate`; give it one or set warm_start.steps=0"
-        )
-    fitting = _fitting(tasks, config)
-    asked = {"evaluation.questions": config.evaluation.questions}
-    if config.warm_start.steps:
-        asked["warm_start.check_questions"] = config.warm_start.check_questions
-    for name, questions in asked.items():
-        if len(fitting.heldout) < questions:
-            raise ConfigError(
-                f"{name} is {questions} and {len(fitting.heldout)} held-out tasks fit "
-                f"rollout.context_tokens {config.rollout.context_tokens}; ask for "
-                "fewer or raise the limit"
-            )
-    return fitting
-
-
-def _fitting(tasks: TaskSet, config: Config) -> TaskSet:
-    """Leaves out the tasks whose prompt or demonstration exceeds the context."""
-    limit = config.rollout.context_tokens
-
-    def fits(task):
-        length = len(render.render_prompt(tasks.prompt(task)))
-        if tasks.demonstrate is not None:
-            for action, observation in tasks.demonstrate(task):
-                length += len(render.render_action(action))
-                if observation:
-                    length += len(render.render_observation(observation))
-        return length < limit
-
-    fitting = dataclasses.replace(
-        tasks,
-        train=[task for task in tasks.train if fits(task)],
-        heldout=[task for task in tasks.heldout if fits(task)],
-    )
-    check_split(fitting)
-    return fitting

@@ -29,16 +29,23 @@ from typing import Any
 
 import jax
 
-from thundersync_jax import state
+from thundersync_jax import state, telling
 from thundersync_jax.dynamic_sampling import replacements
 from thundersync_jax.errors import StreamError
 from thundersync_jax.learner_clock import Ran, Totals
 from thundersync_jax.ledger import Report
 from thundersync_jax.progress import Progress
-from thundersync_jax.rollout.events import Completed, Event, Failed, Job, Rewarded
+from thundersync_jax.rollout.events import (
+    Completed,
+    Event,
+    Failed,
+    Job,
+    Rewarded,
+    Turn,
+)
 from thundersync_jax.run import Run
 from thundersync_jax.schedule.roster import Roster
-from thundersync_jax.stream import GradientStream
+from thundersync_jax.telling import Stream
 from thundersync_jax.types import Span, Trajectory
 
 Tree = Any
@@ -59,6 +66,9 @@ class Step:
       advantages: By (group, member), of the members that count.
       rewarded_secs: By (group, member), when the verdict came in, on the monotonic
         clock.
+      completed_secs: By (group, member), when the tokens were final, and scored where
+        there is a teacher.
+      turn_secs: By (group, member, turn), when a teacher had scored it.
       calls: The gradient calls.
       start_secs: When the rollouts went out, on the same clock.
       last_reward_secs: When the last outcome came in.
@@ -70,6 +80,8 @@ class Step:
     failures: list[Failed]
     advantages: dict[tuple[int, int], float]
     rewarded_secs: dict[tuple[int, int], float]
+    completed_secs: dict[tuple[int, int], float]
+    turn_secs: dict[tuple[int, int, int], float]
     calls: list[Ran]
     start_secs: float
     last_reward_secs: float
@@ -77,7 +89,7 @@ class Step:
 
 def run_step(
     run: Run,
-    stream: GradientStream,
+    stream: Stream,
     jobs: Sequence[Job],
     version: int,
     progress: Progress | None = None,
@@ -105,12 +117,12 @@ def run_step(
     start = time.monotonic()
     progress = progress or Progress(len(jobs), started_secs=start)
     before = run.clock.totals
-    found, replaced = _Found(start), 0
+    found, replaced = _Found(start, run.judged), 0
     step = jobs[0].key.step
     _open_groups(run, stream, jobs, step)
     for event in rollouts(run, jobs, version, stream.advance):
         assert event.key.step == step, f"{event.key} came in step {step}"
-        _tell(run, stream, event)
+        _tell(run, stream, event, found)
         found.take(event)
         _count(progress, event, run.clock.totals, before)
         for group in _replacements(run, len(stream.lost_groups), replaced):
@@ -132,6 +144,8 @@ def run_step(
         failures=found.failures,
         advantages=stream.advantages,
         rewarded_secs=found.rewarded_secs,
+        completed_secs=found.completed_secs,
+        turn_secs=found.turn_secs,
         calls=calls,
         start_secs=start,
         last_reward_secs=found.last_reward_secs,
@@ -162,46 +176,6 @@ def conclude(
     return now, version + 1, float(clipped)
 
 
-def compile_all(run: Run, params: Tree, version: int) -> None:
-    """Compiles every gradient program that a step may need, so that none waits."""
-    made_up_calls(run, params, version, "trajectory", rows=1, members=2)
-    rows = run.config.mesh.rows_per_call
-    if rows > 1 and run.config.accumulator == "plain":
-        made_up_calls(run, params, version, "batch", rows, members=2)
-
-
-def made_up_calls(
-    run: Run,
-    params: Tree,
-    version: int,
-    release: str,
-    rows: int,
-    members: int,
-    accumulator: str | None = None,
-) -> None:
-    """Computes gradients of trajectories without meaning, and drops the result.
-
-    Args:
-      run: Its buckets and surrogate.
-      params: Where gradients are taken.
-      version: Their policy version.
-      release: Under "trajectory" all members but the last of a bucket are streamed.
-      rows: Rows per call.
-      members: Trajectories per length bucket; all weights are 0.
-      accumulator: How sums are taken; None as the config says.
-    """
-    stream = run.new_stream(params, version, release, rows, accumulator)
-    for length in run.config.rollout.gradient_buckets:
-        sample = run.empty_sample(length)
-        stream.open_group(length, members)
-        for member in range(members):
-            stream.complete(length, member, sample, tokens=1)
-            stream.reward(length, member, float(member))
-            while stream.advance():
-                time.sleep(_LOOK_SECS)
-    stream.finish()
-
-
 def roll_out(run: Run, step: int, version: int) -> tuple[list[Trajectory], float]:
     """Samples a step's trajectories, replacements included, and computes nothing.
 
@@ -210,8 +184,10 @@ def roll_out(run: Run, step: int, version: int) -> tuple[list[Trajectory], float
       the last outcome.
     """
     start = time.monotonic()
-    roster = Roster(drop_partial=run.config.partial_groups == "drop", drop_uniform=True)
-    jobs, found, lost, replaced = run.train_jobs(step), _Found(start), set(), 0
+    lossy = run.config.partial_groups == "drop"
+    roster = Roster(run.judged, drop_partial=lossy, drop_uniform=run.judged)
+    found, lost, replaced = _Found(start, run.judged), set(), 0
+    jobs = run.train_jobs(step)
     for group, members in _sizes(jobs, step):
         roster.open_group(group, members)
     for event in rollouts(run, jobs, version):
@@ -219,9 +195,9 @@ def roll_out(run: Run, step: int, version: int) -> tuple[list[Trajectory], float
         place = event.key.group, event.key.member
         if isinstance(event, Completed):
             roster.complete(*place)
-        elif isinstance(event, Rewarded):
+        elif isinstance(event, Rewarded) and run.judged:
             roster.reward(*place, event.reward, raw=None)
-        else:
+        elif isinstance(event, Failed) and not found.unjudged(event):
             roster.fail(*place)
         if roster.verdict(event.key.group) not in (None, "kept"):
             lost.add(event.key.group)
@@ -264,18 +240,32 @@ class _Found:
     """What the events of a step have brought so far; fields as in `Step`."""
 
     last_reward_secs: float
+    judged: bool  # whether rewards are in the loss
     trajectories: dict[tuple[int, int], Trajectory] = field(default_factory=dict)
     failures: list[Failed] = field(default_factory=list)
     rewarded_secs: dict[tuple[int, int], float] = field(default_factory=dict)
+    completed_secs: dict[tuple[int, int], float] = field(default_factory=dict)
+    turn_secs: dict[tuple[int, int, int], float] = field(default_factory=dict)
+
+    def unjudged(self, event: Failed) -> bool:
+        """Whether all that failed is a verdict that the loss does not need."""
+        return not self.judged and event.key[1:3] in self.completed_secs
 
     def take(self, event: Event) -> None:
         place = event.key.group, event.key.member
+        if isinstance(event, Turn):
+            self.turn_secs[*place, event.turn] = event.secs
+            return
+        if isinstance(event, Completed):
+            self.completed_secs[place] = event.secs
+        else:
+            self.last_reward_secs = max(self.last_reward_secs, event.secs)
         if isinstance(event, Failed):
+            if self.unjudged(event):
+                return
             self.failures.append(event)
         elif isinstance(event, Rewarded):
             self.rewarded_secs[place] = event.secs
-        if not isinstance(event, Completed):
-            self.last_reward_secs = max(self.last_reward_secs, event.secs)
         if event.trajectory is not None:
             self.trajectories[place] = event.trajectory
 
@@ -285,11 +275,9 @@ class _Found:
         return [self.trajectories[place] for place in sorted(self.trajectories)]
 
 
-def _open_groups(
-    run: Run, stream: GradientStream, jobs: Sequence[Job], step: int
-) -> None:
+def _open_groups(run: Run, stream: Stream, jobs: Sequence[Job], step: int) -> None:
     for group, members in _sizes(jobs, step):
-        stream.open_group(group, members, baseline=run.group_baseline(step, group))
+        telling.open_group(run, stream, step, group, members)
 
 
 def _sizes(jobs: Sequence[Job], step: int) -> list[tuple[int, int]]:
@@ -313,29 +301,29 @@ def _replacements(run: Run, lost: int, replaced: int) -> Sequence[int]:
     return replacements(first, bound, lost, replaced)
 
 
-def _tell(run: Run, stream: GradientStream, event: Event) -> None:
-    group, member = event.key.group, event.key.member
-    if isinstance(event, Completed):
-        trajectory = event.trajectory
-        stream.complete(
-            group,
-            member,
-            run.sample(trajectory),
-            tokens=trajectory.action_tokens,
-            policy_version=trajectory.policy_version,
-        )
+def _tell(run: Run, stream: Stream, event: Event, found: _Found) -> None:
+    if isinstance(event, Turn):
+        telling.turn(run, stream, event.trajectory, event.start)
+    elif isinstance(event, Completed):
+        telling.complete(run, stream, event.trajectory)
     elif isinstance(event, Rewarded):
-        # Filters look at the verdict itself, whatever is added to it.
-        shaped = run.shaped_reward(event.trajectory)
-        stream.reward(group, member, shaped, raw=event.reward)
+        telling.reward(run, stream, event.trajectory)
+    elif found.unjudged(event):
+        run.warn_once(
+            f"verdicts fail, and distillation goes on without them; {event.key}: "
+            f"{event.stop_reason.value}: {event.reason}"
+        )
     else:
+        place = event.key.group, event.key.member
         try:
-            stream.fail(group, member, event.stop_reason.value)
+            stream.fail(*place, event.stop_reason.value)
         except StreamError as error:
             raise StreamError(f"{error}; {event.key}: {event.reason}") from error
 
 
 def _count(progress: Progress, event: Event, now: Totals, before: Totals) -> None:
+    if isinstance(event, Turn):
+        return
     if isinstance(event, Completed):
         progress.completed += 1
         progress.tokens += event.trajectory.action_tokens
@@ -349,7 +337,8 @@ def _count(progress: Progress, event: Event, now: Totals, before: Totals) -> Non
 
 def _check_failures(found: _Found, limit: float) -> None:
     failures = found.failures
-    total = len(found.rewarded_secs) + len(failures)
+    ended = found.rewarded_secs if found.judged else found.completed_secs
+    total = len(ended) + len(failures)
     if len(failures) > limit * total:
         first = failures[0]
         raise StreamError(

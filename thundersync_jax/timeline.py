@@ -24,6 +24,7 @@ from thundersync_jax.types import Span
 TRACKS = {
     "rollout": "rollouts",
     "verify": "verification",
+    "teacher": "teacher",
     "learner": "learner",
     "boundary": "boundary",
 }

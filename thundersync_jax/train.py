@@ -18,6 +18,7 @@ import numpy as np
 
 from thundersync_jax import comparison, live, pictures, state
 from thundersync_jax.checkpoint import Checkpoints, sha256
+from thundersync_jax.compiling import compile_all
 from thundersync_jax.config import Config
 from thundersync_jax.display import Display, ReleaseRow, StepRow
 from thundersync_jax.evaluate import Evaluation, heldout
@@ -27,7 +28,7 @@ from thundersync_jax.metrics import Metrics, Sink, read
 from thundersync_jax.progress import RunProgress
 from thundersync_jax.records import known_mean, write_rollouts
 from thundersync_jax.run import Factory, Run
-from thundersync_jax.step import Step, compile_all, conclude, run_step
+from thundersync_jax.step import Step, conclude, run_step
 from thundersync_jax.timeline import write_chrome_trace
 from thundersync_jax.timing import StepTiming, step_timing
 from thundersync_jax.warm_start import POLICY_VERSION, warm_start

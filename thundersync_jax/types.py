@@ -22,6 +22,7 @@ class StopReason(enum.Enum):
     TIMEOUT = "timeout"  # a command, trajectory or step deadline passed
     ENVIRONMENT_ERROR = "environment_error"  # start, step or verify raised
     ENGINE_ERROR = "engine_error"  # the sampler failed on this trajectory
+    TEACHER_ERROR = "teacher_error"  # the teacher failed to score it
     INVALID_REWARD = "invalid_reward"  # verify gave no finite number
     CANCELLED = "cancelled"  # the step or the run was stopped
 
@@ -36,6 +37,7 @@ _FAILED = frozenset(
         StopReason.TIMEOUT,
         StopReason.ENVIRONMENT_ERROR,
         StopReason.ENGINE_ERROR,
+        StopReason.TEACHER_ERROR,
         StopReason.INVALID_REWARD,
         StopReason.CANCELLED,
     }
@@ -62,6 +64,32 @@ class TrajectoryKey(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
+class TeacherScores:
+    """What a teacher says of a trajectory's tokens; whatever it was not asked is 0.
+
+    Attributes:
+      logprobs: float32[T, K], log q at the rollout's temperature: of the token itself
+        (K is 1), of the K likeliest ids in its place, or of every id.
+      ids: int32[T, K], those K ids, distinct at every scored position; None otherwise.
+      known: bool[T], True at scored positions.
+    """
+
+    logprobs: np.ndarray
+    ids: np.ndarray | None
+    known: np.ndarray
+
+    def __post_init__(self):
+        shape = self.logprobs.shape
+        ids_shape = shape if self.ids is None else self.ids.shape
+        if shape != ids_shape or shape[:-1] != self.known.shape:
+            raise ValueError(
+                f"teacher scores of shape {shape} with ids of {ids_shape} and "
+                f"{self.known.shape} known; expected [T, K] twice and [T]. Score every "
+                "position alike."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
 class Trajectory:
     """One member's append-only token sequence and what is known about it.
 
@@ -71,7 +99,7 @@ class Trajectory:
       loss_mask: bool[T], True exactly on sampled (action) tokens.
       logprobs: float32[T], the sampler's log-probability where `loss_mask`, else 0.
       turns: Number of actions.
-      stop_reason: Why it ended.
+      stop_reason: Why it ended; None while it grows.
       policy_version: Optimizer updates behind the parameters that sampled it.
       reward: The verdict, None while unknown or where the trajectory failed.
       reason: One line where it failed, else empty.
@@ -80,6 +108,7 @@ class Trajectory:
       turn_weights: float32[T], u of `Observation.weight` on the tokens of an action
         and 1 elsewhere; None where the environment gave neither weight nor credit.
       turn_credits: float32[T], v of `Observation.credit` and 0; None likewise.
+      teacher: A teacher's scores; None where nothing was scored.
     """
 
     key: TrajectoryKey
@@ -87,13 +116,14 @@ class Trajectory:
     loss_mask: np.ndarray
     logprobs: np.ndarray
     turns: int
-    stop_reason: StopReason
+    stop_reason: StopReason | None
     policy_version: int
     reward: float | None = None
     reason: str = ""
     times: dict[str, float] = dataclasses.field(default_factory=dict)
     turn_weights: np.ndarray | None = None
     turn_credits: np.ndarray | None = None
+    teacher: TeacherScores | None = None
 
     def __post_init__(self):
         lengths = len(self.ids), len(self.loss_mask), len(self.logprobs)
@@ -110,18 +140,31 @@ class Trajectory:
                     f"trajectory {self.key}: {name} has length {len(values)} with "
                     f"{lengths[0]} ids; give every token its number, or none at all."
                 )
+        if self.teacher is not None and len(self.teacher.known) != lengths[0]:
+            raise ValueError(
+                f"trajectory {self.key}: the teacher's scores have length "
+                f"{len(self.teacher.known)} with {lengths[0]} ids; expected one entry "
+                "per token, known or not."
+            )
 
     @property
     def action_tokens(self) -> int:
         """Number of trained tokens."""
         return int(np.sum(self.loss_mask))
 
+    @property
+    def unscored_tokens(self) -> int:
+        """Trained tokens that no teacher has scored; all of them without a teacher."""
+        if self.teacher is None:
+            return self.action_tokens
+        return int(np.sum(np.asarray(self.loss_mask, bool) & ~self.teacher.known))
+
 
 @dataclasses.dataclass(frozen=True)
 class Span:
     """One bar of the timeline: seconds on the run's monotonic clock."""
 
-    track: str  # "rollout", "verify", "learner", "boundary"
+    track: str  # "rollout", "teacher", "verify", "learner", "boundary"
     name: str
     start_secs: float
     end_secs: float

@@ -34,7 +34,6 @@ from thundersync_jax.flags import Flag
 from thundersync_jax.flags import run as run_command
 from thundersync_jax.free_runs import FreeRun
 from thundersync_jax.run import Factory, Run
-from thundersync_jax.schedule import RELEASES
 from thundersync_jax.step import roll_out
 from thundersync_jax.tables import Column
 from thundersync_jax.warm_start import POLICY_VERSION, warm_start
@@ -69,7 +68,7 @@ def verify(
     config: Config,
     workdir: str | Path | None = None,
     *,
-    releases: Sequence[str] = RELEASES,
+    releases: Sequence[str] | None = None,
     orders: int = 0,
     steps: int = 3,
     environment: Factory | None = None,
@@ -79,7 +78,8 @@ def verify(
     Args:
       config: The settings.
       workdir: Whose warm start to take, or make; None makes one and forgets it.
-      releases: Rules to compare, batch among them.
+      releases: Rules to compare, batch among them; None for all that make a difference
+        for the config's loss.
       orders: How many random orders of arrival to compare besides.
       steps: How many.
       environment: Makes the task set, in place of `config.env.factory`.
@@ -91,12 +91,13 @@ def verify(
       ConfigError: A release rule is unknown, batch is not among them, or a number is
         too small.
     """
-    unknown = [name for name in releases if name not in RELEASES]
+    releases = tuple(releases or config.releases)
+    unknown = [name for name in releases if name not in config.releases]
     if unknown or "batch" not in releases or steps < 1 or orders < 0:
         raise ConfigError(
             f"--releases is {','.join(releases)} with --steps {steps} and --orders "
             f"{orders}; expected at least 1 step, no fewer than 0 orders and rules "
-            f"among {', '.join(RELEASES)}, batch included."
+            f"among {', '.join(config.releases)}, batch included."
         )
     if workdir is None:
         with tempfile.TemporaryDirectory() as folder:
@@ -297,7 +298,7 @@ if __name__ == "__main__":
         verify,
         needs=("config",),
         flags={
-            "releases": Flag(tuple, RELEASES, "release rules to compare"),
+            "releases": Flag(tuple, None, "rules to compare; all of the loss's"),
             "orders": Flag(int, 0, "random orders of arrival to compare besides"),
             "steps": Flag(int, 3, "steps to compare"),
         },

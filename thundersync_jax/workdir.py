@@ -14,9 +14,11 @@ except ImportError:  # Windows
 
 from thundersync_jax.config import Config
 from thundersync_jax.errors import ConfigError
+from thundersync_jax.rollout import tokenizer
 from thundersync_jax.settings import check_same_config, config_dict
 
 RESULT_FILE = "result.json"  # there once the run has ended
+VOCABULARY_FILE = "vocabulary.json"  # ids by token, of what its policy speaks
 _LOCK_FILE = ".lock"
 
 
@@ -50,7 +52,8 @@ def locked(workdir: str | os.PathLike) -> Iterator[None]:
 
 
 def claim(workdir: str | os.PathLike, config: Config) -> None:
-    """Makes a work directory the config's own: config.json is written on first use.
+    """Makes a work directory the config's own: config.json is written on first use,
+    and the vocabulary beside it.
 
     A later run may raise `steps`, since the steps before it stay the same; every other
     setting must be the saved one.
@@ -61,9 +64,11 @@ def claim(workdir: str | os.PathLike, config: Config) -> None:
     """
     if not check_claim(workdir, config):
         return
-    path = Path(workdir) / "config.json"
+    folder, words = Path(workdir), tokenizer.vocabulary()
+    files = {VOCABULARY_FILE: words, "config.json": config_dict(config)}
     try:
-        replace_text(path, json.dumps(config_dict(config), indent=2) + "\n")
+        for name, content in files.items():
+            replace_text(folder / name, json.dumps(content, indent=2) + "\n")
     except OSError as error:
         raise _unusable(workdir, error) from error
 

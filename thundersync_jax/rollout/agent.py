@@ -1,16 +1,20 @@
 """One attempt as a coroutine: prompt, turns of action and observation, verdict.
 
-Two phases. `act` ends when the tokens are final; `verify` asks for the verdict, with
-no claim on the engine. How a policy ends (finished, length, turn limit, context
-overflow) is its own doing, verified and rewarded; what a component breaks is a
-`Stopped`. Slots, retries and deadlines of a step belong to the pool.
+Three phases. `act` ends when the tokens are final; `scored` waits for what a teacher,
+where there is one, still has to say of them; `verify` asks for the verdict. The latter
+two have no claim on the engine. A turn is scored while its tool call runs. How a policy
+ends (finished, length, turn limit, context overflow) is its own doing, verified and
+rewarded; what a component breaks is a `Stopped`. Slots, retries and deadlines of a step
+belong to the pool.
 """
 
 import asyncio
+import contextlib
+import dataclasses
 import itertools
 import numbers
 import time
-from collections.abc import Awaitable, Callable, Hashable
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,7 +24,9 @@ from thundersync_jax.envs.base import Action, Environment, Observation
 from thundersync_jax.rollout import render
 from thundersync_jax.rollout.commands import Commands, Stopped, one_line
 from thundersync_jax.rollout.engine import Request, Response
+from thundersync_jax.rollout.events import Turn
 from thundersync_jax.rollout.recorder import Recorder
+from thundersync_jax.rollout.teacher import Teacher, TurnScorer
 from thundersync_jax.types import (
     LARGEST_REWARD,
     Span,
@@ -68,8 +74,13 @@ class Agent:
         seed: int,
         policy_version: int,
         on_span: Callable[[Span], None] | None = None,
+        teacher: Teacher | None = None,
+        on_turn: Callable[[Turn], None] | None = None,
     ):
-        """Prepares an attempt; its environment is made by `act`."""
+        """Prepares an attempt; its environment is made by `act`.
+
+        `on_turn` is told of every turn that the teacher has scored.
+        """
         self.key = key
         self.session = (key, next(_SESSIONS))
         self.doing = WAITING
@@ -85,6 +96,11 @@ class Agent:
         self._seed = (seed, PHASES[key.phase], key.step, key.group, key.member)
         self._policy_version = policy_version
         self._on_span = on_span
+        self._teacher = teacher
+        self._on_turn = on_turn
+        self._scorer: TurnScorer | None = None
+        self._deadline_secs = 0.0  # on the event loop's clock
+        self._timeout: asyncio.Timeout | None = None  # where one runs
         self._lane = f"g{key.group}m{key.member}"
 
     async def act(self) -> Trajectory:
@@ -95,20 +111,51 @@ class Agent:
             the prompt leaves no room for a single token (CONTEXT_OVERFLOW).
         """
         limit_secs = self._limits.trajectory_timeout_secs
+        self._deadline_secs = asyncio.get_running_loop().time() + limit_secs
         self.times["started"] = time.monotonic()
         try:
-            async with asyncio.timeout(limit_secs):
+            async with self._deadline():
                 stop_reason = await self._play()
-        except TimeoutError:
-            reason = (
-                f"trajectory deadline of {limit_secs:g} s passed during {self.doing}"
-            )
-            raise Stopped(StopReason.TIMEOUT, reason) from None
+        except BaseException:
+            self._stop_scoring()
+            raise
         finally:
             self._sampler.release(self.session)
         self.doing = "the wait for verification"
         self.times["completed"] = time.monotonic()
         return self.recorder.trajectory(stop_reason, times=self.times)
+
+    async def scored(self, trajectory: Trajectory) -> Trajectory:
+        """Waits for the teacher, if there is one; returns the trajectory with scores.
+
+        The trajectory's deadline goes on.
+
+        Args:
+          trajectory: What `act` returned.
+
+        Raises:
+          Stopped: The deadline passed, or the teacher failed (TEACHER_ERROR).
+        """
+        if self._scorer is None:
+            return trajectory
+        self.doing = _scoring(self._scorer.turn)
+        try:
+            async with self._deadline():
+                await self._scorer.finish()
+        finally:
+            self._stop_scoring()
+        self.doing = "the wait for verification"
+        self.times["completed"] = time.monotonic()
+        return dataclasses.replace(
+            trajectory,
+            teacher=self.recorder.teacher_scores(len(trajectory.ids)),
+            times=dict(self.times),
+        )
+
+    def release(self) -> None:
+        """Frees engine and teacher of an attempt that somebody else ends."""
+        self._sampler.release(self.session)
+        self._stop_scoring()
 
     async def verify(self) -> float:
         """Returns the reward.
@@ -143,6 +190,14 @@ class Agent:
                 f"{limits.context_tokens}; it leaves no room for an action",
             )
         self.recorder = Recorder(self.key, ids, self._policy_version)
+        if self._teacher is not None:
+            self._scorer = TurnScorer(
+                self._teacher,
+                self.session,
+                self.recorder,
+                self._on_scored,
+                self._hurry,
+            )
         for turn in range(limits.turns):
             action = await self._act_once(turn, ids, min(limits.turn_tokens, room))
             if action is None:
@@ -195,6 +250,7 @@ class Agent:
             response = await self._sampler.sample(request)
             ids = response.ids
             self.recorder.action(ids, response.logprobs, response.policy_version)
+            self._score(turn, len(new_ids), len(ids))
             if not response.stopped and limits.cut_actions == "end":
                 return None
             return render.parse_action(ids, limits.stop_ids)
@@ -203,6 +259,53 @@ class Agent:
             raise Stopped(StopReason.ENGINE_ERROR, reason) from error
         finally:
             self._span("rollout", "decode", start)
+
+    def _score(self, turn: int, new_tokens: int, action_tokens: int) -> None:
+        """Sends the latest action to the teacher; nobody waits for the answer here."""
+        if self._scorer is not None:
+            trajectory = self.recorder.trajectory(None)
+            end = len(trajectory.ids)
+            start = end - action_tokens - new_tokens
+            positions = np.arange(end - action_tokens, end, dtype=np.int32)
+            self._scorer.add(Turn(self.key, turn, start, trajectory), positions)
+
+    def _on_scored(self, turn: Turn, start_secs: float) -> None:
+        """Tells of a turn, the scores of its trajectory being in."""
+        self._span("teacher", f"score t{turn.turn}", start_secs)
+        if "completed" in self.times:
+            self.doing = _scoring(turn.turn + 1)
+        if self._on_turn is not None:
+            length = len(turn.trajectory.ids)
+            scores = self.recorder.teacher_scores(length)
+            trajectory = dataclasses.replace(turn.trajectory, teacher=scores)
+            secs = time.monotonic()
+            self._on_turn(dataclasses.replace(turn, trajectory=trajectory, secs=secs))
+
+    def _stop_scoring(self) -> None:
+        if self._scorer is not None:
+            self._scorer.stop()
+
+    @contextlib.asynccontextmanager
+    async def _deadline(self) -> AsyncIterator[None]:
+        """The trajectory's deadline, which a failing teacher brings forward."""
+        try:
+            async with asyncio.timeout_at(self._deadline_secs) as self._timeout:
+                yield
+        except TimeoutError:
+            if self._scorer is not None:
+                self._scorer.raise_error()
+            limit_secs = self._limits.trajectory_timeout_secs
+            reason = (
+                f"trajectory deadline of {limit_secs:g} s passed during {self.doing}"
+            )
+            raise Stopped(StopReason.TIMEOUT, reason) from None
+        finally:
+            self._timeout = None
+
+    def _hurry(self) -> None:
+        """Ends what runs under the deadline: a failed trajectory awaits no tool."""
+        if self._timeout is not None and not self._timeout.expired():
+            self._timeout.reschedule(asyncio.get_running_loop().time())
 
     async def _step(self, turn: int, action: Action) -> Observation:
         self.doing = f"step() of turn {turn}"
@@ -235,6 +338,10 @@ class Agent:
         if self._on_span is not None:
             end_secs = time.monotonic()
             self._on_span(Span(track, name, start_secs, end_secs, self._lane))
+
+
+def _scoring(turn: int) -> str:
+    return f"scoring of turn {turn}"
 
 
 def _expect(value: Any, kind: type, command: str, expected: str) -> Any:

@@ -5,9 +5,9 @@ import dataclasses
 import time
 from collections.abc import Sequence
 
-from thundersync_jax.rollout.agent import PHASES, Agent
-from thundersync_jax.rollout.events import Job
-from thundersync_jax.types import TrajectoryKey
+from thundersync_jax.rollout.agent import PHASES, WAITING, Agent
+from thundersync_jax.rollout.events import Failed, Job
+from thundersync_jax.types import StopReason, TrajectoryKey
 
 
 @dataclasses.dataclass(eq=False)
@@ -19,6 +19,23 @@ class Member:
     queued_secs: float
     agent: Agent | None = None
     task: asyncio.Task | None = None
+
+    @property
+    def doing(self) -> str:
+        """What it is busy with."""
+        return self.agent.doing if self.agent else WAITING
+
+    def failed(self, stop_reason: StopReason, reason: str, attempts: int) -> Failed:
+        """Its outcome; the reason names the attempt where several are allowed."""
+        agent = self.agent
+        if agent is None:
+            return Failed(self.job.key, stop_reason, reason)
+        if attempts > 1:
+            reason += f" (attempt {agent.key.attempt + 1} of {attempts})"
+        trajectory = None
+        if agent.recorder is not None:
+            trajectory = agent.recorder.trajectory(stop_reason, reason, agent.times)
+        return Failed(agent.key, stop_reason, reason, trajectory)
 
 
 class Batch:

@@ -1,7 +1,7 @@
 """The one thread that owns a passive engine and answers coroutines.
 
-Coroutines of an event loop await turns; the thread submits them, steps the engine
-while it is busy and sleeps otherwise. It knows sessions and requests, no environment.
+Coroutines of an event loop await answers; the thread submits their requests, steps the
+engine while it is busy and sleeps otherwise. It knows sessions, no environment.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any
 
-from thundersync_jax.rollout.engine import Engine, Request, Response
+from thundersync_jax.rollout.engine import PassiveEngine, Request, Response
 
 # The thread may die with a call still in its inbox: look now and then.
 _LIVENESS_SECS = 0.25
@@ -22,34 +22,42 @@ _LIVENESS_SECS = 0.25
 class EngineDriver:
     """Calls every engine method from its own thread.
 
-    `sample` and `release` belong to the event loop, `call` and `close` to any thread
-    but the driver's.
+    `ask`, `sample` and `release` belong to the event loop, `call` and `close` to any
+    thread but the driver's.
     """
 
     def __init__(
         self,
-        engine: Engine,
+        engine: PassiveEngine,
         loop: asyncio.AbstractEventLoop,
         on_error: Callable[[BaseException], None],
+        name: str = "engine",
     ):
-        """Starts the thread; `on_error` is told, in it, what the engine died of."""
+        """Starts a thread of that name.
+
+        `on_error` is told, in it, what the engine died of.
+        """
         self._engine = engine
         self._loop = loop
         self._on_error = on_error
-        self._waiting: dict[Hashable, asyncio.Future[Response]] = {}
+        self._waiting: dict[Hashable, asyncio.Future[Any]] = {}
         # What the thread shall do next, as functions; None ends it.
         self._inbox: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, daemon=True, name="engine")
+        self._thread = threading.Thread(target=self._run, daemon=True, name=name)
         self._thread.start()
 
     async def sample(self, request: Request) -> Response:
-        """Waits for one turn. A session has one turn at a time.
+        """Waits for one turn, as `ask` does."""
+        return await self.ask(request)
+
+    async def ask(self, request: Any) -> Any:
+        """Waits for the answer to a request. A session has one at a time.
 
         Raises:
           ValueError: The engine refused the request.
         """
         session = request.session
-        assert session not in self._waiting, f"{session} already waits for a turn"
+        assert session not in self._waiting, f"{session} already waits for an answer"
         future = self._loop.create_future()
         self._waiting[session] = future
         self._inbox.put(partial(self._submit, request))
@@ -106,20 +114,20 @@ class EngineDriver:
         except queue.Empty:
             return True
 
-    def _submit(self, request: Request) -> None:
+    def _submit(self, request: Any) -> None:
         try:
             self._engine.submit(request)
         except ValueError as error:
             self._post([(request.session, error)])
 
-    def _post(self, answers: list[tuple[Hashable, Response | ValueError]]) -> None:
+    def _post(self, answers: list[tuple[Hashable, Any]]) -> None:
         try:
             self._loop.call_soon_threadsafe(self._deliver, answers)
         except RuntimeError:
             if not self._loop.is_closed():
                 raise
 
-    def _deliver(self, answers: list[tuple[Hashable, Response | ValueError]]) -> None:
+    def _deliver(self, answers: list[tuple[Hashable, Any]]) -> None:
         for session, answer in answers:
             future = self._waiting.get(session)
             if future is None or future.done():

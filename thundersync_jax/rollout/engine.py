@@ -1,12 +1,13 @@
-"""The engine interface: who answers "what comes next?" for all trajectories.
+"""The engine interfaces: who answers for all trajectories at once.
 
-An engine is passive. Somebody submits requests and calls `step` until their answers
-come back; it owns no thread and knows no environment. Ids go in, ids come out.
+A sampler answers "what comes next?", a teacher's engine "how likely was this?". Both
+are passive. Somebody submits requests and calls `step` until their answers come back;
+an engine owns no thread and knows no environment. Ids go in, ids and numbers come out.
 """
 
 import dataclasses
 from collections.abc import Hashable
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -54,16 +55,48 @@ class Response:
     policy_version: int
 
 
-class Engine(Protocol):
-    """What the rollout pool needs of a sampler. One thread at a time calls it."""
+@dataclasses.dataclass(frozen=True)
+class ScoreRequest:
+    """Positions of one trajectory to score.
 
-    context_tokens: int  # the longest sequence a session may hold
+    Attributes:
+      session: The trajectory. Later requests of a session continue its tokens.
+      tokens: int32[N], all of them so far.
+      positions: int32[M], M >= 1, ascending, each at or behind the end of the last
+        request's tokens (at least 1: nothing predicts position 0) and below N.
+    """
 
-    def submit(self, request: Request) -> None:
-        """Queues a turn. Raises ValueError where it cannot fit the context."""
+    session: Hashable
+    tokens: np.ndarray
+    positions: np.ndarray
 
-    def step(self) -> list[Response]:
-        """Advances all sessions a little and returns the turns that ended."""
+
+@dataclasses.dataclass(frozen=True)
+class Scored:
+    """A teacher's log-probabilities of M positions: what stands, or could, at each.
+
+        entry = log q(. | tokens[:position])
+
+    Attributes:
+      logprobs: float32[M, K]; of the token itself (K is 1), of the K likeliest ids, or
+        of all K ids.
+      ids: int32[M, K], the likeliest ids, best first; None in the other two cases.
+      session: As in the request, where an engine answers.
+    """
+
+    logprobs: np.ndarray
+    ids: np.ndarray | None
+    session: Hashable = None
+
+
+class PassiveEngine(Protocol):
+    """Answers the requests of many sessions. One thread at a time calls it."""
+
+    def submit(self, request: Any) -> None:
+        """Queues a request of a session. Raises ValueError where it is refused."""
+
+    def step(self) -> list[Any]:
+        """Advances all sessions a little; returns the answers that are done."""
 
     def release(self, session: Hashable) -> None:
         """Ends a session, wherever it stands; unknown sessions are ignored."""
@@ -71,6 +104,15 @@ class Engine(Protocol):
     @property
     def busy(self) -> bool:
         """Whether `step` has anything to do."""
+
+
+class Engine(PassiveEngine, Protocol):
+    """What the rollout pool needs of a sampler: `Request` in, `Response` out.
+
+    A request that cannot fit the context is refused.
+    """
+
+    context_tokens: int  # the longest sequence a session may hold
 
     def update(self, params: object, policy_version: int) -> None:
         """Takes new parameters. Every session must have been released."""

@@ -1,5 +1,8 @@
 """What a rollout pool is given and what it tells: a job in, one outcome out.
 
+Of one attempt, in this order: its turns where a teacher scores them, its `Completed`,
+its outcome.
+
 `secs` of an event is when it happened, on the monotonic clock; whoever reads it may be
 busy then.
 """
@@ -24,8 +27,29 @@ class Job:
 
 
 @dataclasses.dataclass(frozen=True)
+class Turn:
+    """A teacher has scored an action; its tool call may still run.
+
+    Attributes:
+      key: With the attempt. A later attempt's turns begin anew.
+      turn: Number of the action, from 0.
+      start: Index of the first token since the last action: 0 for the first turn, and
+        then that of the observation before this one.
+      trajectory: The tokens up to the action's end, with `teacher` scores of every
+        action so far. Its stop reason is open, and so is the credit of this turn.
+      secs: As of every event.
+    """
+
+    key: TrajectoryKey
+    turn: int
+    start: int
+    trajectory: Trajectory
+    secs: float = _now()
+
+
+@dataclasses.dataclass(frozen=True)
 class Completed:
-    """The tokens of a member are final; its verdict is out."""
+    """The tokens of a member are final, and scored; its verdict is out."""
 
     key: TrajectoryKey
     trajectory: Trajectory
@@ -61,4 +85,4 @@ class Failed:
     secs: float = _now()
 
 
-Event = Completed | Rewarded | Failed
+Event = Turn | Completed | Rewarded | Failed

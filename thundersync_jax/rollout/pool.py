@@ -2,11 +2,11 @@
 
 Every member is a coroutine on an event loop in a thread of its own; at most
 `limits.slots` of them hold an engine session, and a member makes its environment only
-when it is admitted. Sampling happens in the driver's thread. The caller's thread reads
-events, and gets the original exception where any of these threads died.
+when it is admitted. Sampling happens in the driver's thread, a teacher has its own. The
+caller's thread reads events, and gets the original exception where a thread died.
 
-Exactly one of `Rewarded` and `Failed` comes per member, after its `Completed`. What a
-stopped attempt still does is ignored.
+Exactly one of `Rewarded` and `Failed` comes per member, after its `Completed`, and that
+after the turns that a teacher scored. What a stopped attempt still does is ignored.
 """
 
 import asyncio
@@ -17,30 +17,32 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from thundersync_jax.config import RolloutConfig
 from thundersync_jax.envs.base import Environment
-from thundersync_jax.rollout.agent import WAITING, Agent
+from thundersync_jax.rollout.agent import Agent
 from thundersync_jax.rollout.batch import Batch, Member
 from thundersync_jax.rollout.commands import GRACE_SECS, Commands, Stopped
 from thundersync_jax.rollout.driver import EngineDriver
 from thundersync_jax.rollout.engine import Engine
 from thundersync_jax.rollout.events import Completed, Event, Failed, Job, Rewarded
+from thundersync_jax.rollout.teacher import MakeTeacher
 from thundersync_jax.rollout.watch import PING_SECS, LoopWatch
 from thundersync_jax.types import Span, StopReason, TrajectoryKey
 
 # Tried again with a fresh environment. A verdict is not: its tokens are out already,
 # and neither is what would happen again (a refused request, a prompt too long).
 RETRIED = frozenset({StopReason.ENVIRONMENT_ERROR, StopReason.TIMEOUT})
-_CLOSE_SECS = 2.0  # for each thread to end; both are daemons beyond it
+_CLOSE_SECS = 2.0  # for each thread to end; they are daemons beyond it
 
 
 class RolloutPool:
     """Rolls out one batch of jobs at a time; a running batch may grow.
 
     `on_span` is called in the event loop's thread. `close`, or leaving the context,
-    ends both threads; everything else belongs to the thread that made the pool.
+    ends all threads; everything else belongs to the thread that made the pool.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class RolloutPool:
         on_span: Callable[[Span], None] | None = None,
         *,
         blocked_secs: float = 10.0,
+        make_teacher: MakeTeacher | None = None,
     ):
         """Starts the threads.
 
@@ -63,6 +66,8 @@ class RolloutPool:
           on_span: Told of every decode, tool and verify bar.
           blocked_secs: An event loop that does not turn for so long is an error: some
             environment blocks it instead of awaiting.
+          make_teacher: Called with the event loop and whom to tell of a death; the
+            pool closes what it returns. Training members are scored by it.
 
         Raises:
           ValueError: The engine's sessions are shorter than the limits say.
@@ -90,6 +95,7 @@ class RolloutPool:
         self._commands = Commands()
         self._loop = asyncio.new_event_loop()
         self._loop.set_exception_handler(self._report)
+        self._teacher = make_teacher(self._loop, self._die) if make_teacher else None
         self._driver = EngineDriver(engine, self._loop, self._die)
         self._thread = threading.Thread(target=self._turn, daemon=True, name="rollouts")
         self._watch = LoopWatch(self._loop, self._thread, blocked_secs)
@@ -176,7 +182,7 @@ class RolloutPool:
             else:
                 self._raise_if_dead()
                 if event is not None:
-                    self._batch.outstanding -= not isinstance(event, Completed)
+                    self._batch.outstanding -= isinstance(event, Rewarded | Failed)
                 return event
             if time.monotonic() >= end:
                 return None
@@ -213,7 +219,7 @@ class RolloutPool:
             )
 
     def close(self) -> None:
-        """Cancels everything and ends both threads; within seconds, whatever hangs."""
+        """Cancels everything and ends all threads; within seconds, whatever hangs."""
         if self._closed:
             return
         self._closed = True
@@ -221,6 +227,8 @@ class RolloutPool:
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._loop.stop)
         ended = {"engine": self._driver.close(_CLOSE_SECS)}
+        if self._teacher is not None:
+            ended["teacher"] = self._teacher.close(_CLOSE_SECS)
         self._thread.join(_CLOSE_SECS)
         ended["rollouts"] = not self._thread.is_alive()
         for name, gone in ended.items():
@@ -277,13 +285,14 @@ class RolloutPool:
             try:
                 async with self._slots:
                     trajectory = await agent.act()
+                # Outside the slots, as the verdict: a teacher holds up no decoding.
+                trajectory = await agent.scored(trajectory)
                 break
             except Stopped as stopped:
                 if attempt + 1 == attempts or stopped.stop_reason not in RETRIED:
                     self._fail(member, stopped.stop_reason, stopped.reason)
                     return
         self._tell(member, Completed(agent.key, trajectory))
-        # Outside the slots: the next member decodes while this one is verified.
         try:
             async with self._verifiers:
                 reward = await agent.verify()
@@ -296,8 +305,9 @@ class RolloutPool:
         self._tell(member, Rewarded(agent.key, reward, trajectory))
 
     def _agent(self, member: Member, attempt: int) -> Agent:
+        key = member.job.key._replace(attempt=attempt)
         agent = Agent(
-            key=member.job.key._replace(attempt=attempt),
+            key=key,
             task=member.job.task,
             make_environment=self._make_environment,
             sampler=self._driver,
@@ -306,21 +316,14 @@ class RolloutPool:
             seed=self._seed,
             policy_version=member.policy_version,
             on_span=self._on_span,
+            teacher=self._teacher if key.phase == "train" else None,
+            on_turn=partial(self._tell, member),
         )
         agent.times["queued"] = member.queued_secs
         return agent
 
     def _fail(self, member: Member, stop_reason: StopReason, reason: str) -> None:
-        agent = member.agent
-        if agent is None:
-            self._tell(member, Failed(member.job.key, stop_reason, reason))
-            return
-        if self._limits.attempts > 1:
-            reason += f" (attempt {agent.key.attempt + 1} of {self._limits.attempts})"
-        trajectory = None
-        if agent.recorder is not None:
-            trajectory = agent.recorder.trajectory(stop_reason, reason, agent.times)
-        self._tell(member, Failed(agent.key, stop_reason, reason, trajectory))
+        self._tell(member, member.failed(stop_reason, reason, self._limits.attempts))
 
     def _tell(self, member: Member, event: Event) -> None:
         """Passes on what an open member says; a stopped one is not heard."""
@@ -328,18 +331,18 @@ class RolloutPool:
         if self._open.get(key) is not member:
             return
         self._events.put(event)
-        if not isinstance(event, Completed):
+        if isinstance(event, Rewarded | Failed):
             del self._open[key]
 
     def _end(self, stop_reason: StopReason, reason: str) -> None:
         """Fails every open member now, without waiting for what it is busy with."""
         self._ended = self._ended or (stop_reason, reason)
         for member in list(self._open.values()):
-            doing = member.agent.doing if member.agent else WAITING
+            doing = member.doing
             member.task.cancel()
             if member.agent is not None:
                 # Before the event: the reader may update the engine right after it.
-                self._driver.release(member.agent.session)
+                member.agent.release()
             self._fail(member, stop_reason, f"{reason} during {doing}")
 
     def _look(self, task: asyncio.Task) -> None:

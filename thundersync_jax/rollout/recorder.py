@@ -1,15 +1,17 @@
 """Token recording: what one session was shown and what it sampled, as ids.
 
 Append-only: ids are kept as they went to and came from the engine, never rendered or
-tokenised again, so a trained token is exactly a sampled one. Nothing here drives a
-conversation; whoever does reports to a recorder.
+tokenised again, so a trained token is exactly a sampled one. A teacher's scores stand
+beside them. Nothing here drives a conversation; whoever does reports to a recorder.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
-from thundersync_jax.types import StopReason, Trajectory, TrajectoryKey
+from thundersync_jax.rollout.engine import Scored
+from thundersync_jax.types import StopReason, TeacherScores, Trajectory, TrajectoryKey
 
 _NO_CREDIT = (1.0, 0.0)
 
@@ -32,6 +34,7 @@ class Recorder:
         self._logprobs: list[np.ndarray] = []
         self._trained: list[bool] = []
         self._credits: list[tuple[float, float]] = []  # (u, v) of each piece
+        self._teacher: TeacherScores | None = None  # with room for what comes
         self._append(self._checked("prompt", prompt_ids))
 
     def action(
@@ -76,9 +79,55 @@ class Recorder:
         last = len(self._trained) - 1 - self._trained[::-1].index(True)
         self._credits[last] = weight, credit
 
+    def score(self, positions: np.ndarray, scored: Scored) -> None:
+        """Keeps what a teacher says of recorded positions, of each of them once.
+
+        Raises:
+          ValueError: Scores that are not one row of numbers per position, or of another
+            kind than those before. -inf is a number where it is one of many entries, an
+            id that the teacher excludes; the token that was sampled is none of those.
+        """
+        logprobs = np.asarray(scored.logprobs, np.float32)
+        ids = None if scored.ids is None else np.asarray(scored.ids, np.int32)
+        if logprobs.ndim != 2 or len(logprobs) != len(positions):
+            raise ValueError(
+                f"trajectory {self.key}: the teacher scored {len(positions)} positions "
+                f"with shape {logprobs.shape}; expected a row for each."
+            )
+        lowest = np.min(logprobs, initial=np.inf)
+        excluded = lowest == -np.inf and logprobs.shape[1] == 1
+        if excluded or not np.all(logprobs < np.inf):
+            raise ValueError(
+                f"trajectory {self.key}: the teacher's log-probabilities are not "
+                "finite; check its parameters and its dtype."
+            )
+        entries = logprobs.shape[1]
+        if self._teacher is None:
+            self._teacher = TeacherScores(
+                np.zeros((0, entries), np.float32),
+                None if ids is None else np.zeros((0, entries), np.int32),
+                np.zeros(0, bool),
+            )
+        kept = self._room()
+        if kept.logprobs.shape[1] != entries or (kept.ids is None) != (ids is None):
+            raise ValueError(
+                f"trajectory {self.key}: the teacher gave {entries} entries a position "
+                f"after {kept.logprobs.shape[1]}; expected one kind of scores."
+            )
+        kept.logprobs[positions] = logprobs
+        if ids is not None:
+            kept.ids[positions] = ids
+        kept.known[positions] = True
+
+    def teacher_scores(self, length: int) -> TeacherScores | None:
+        """What a teacher said of the first tokens so far; None before it did."""
+        if self._teacher is None:
+            return None
+        return _each(lambda x: x[:length], self._room())
+
     def trajectory(
         self,
-        stop_reason: StopReason,
+        stop_reason: StopReason | None,
         reason: str = "",
         times: dict[str, float] | None = None,
     ) -> Trajectory:
@@ -99,8 +148,15 @@ class Recorder:
             reason=reason,
             turn_weights=weights if given else None,
             turn_credits=credits if given else None,
+            teacher=self.teacher_scores(self.length),
             times=dict(times or {}),
         )
+
+    def _room(self) -> TeacherScores:
+        """Scores of all tokens, with room for more: snapshots of them are views."""
+        if len(self._teacher.known) < self.length:
+            self._teacher = _each(partial(_longer, 2 * self.length), self._teacher)
+        return self._teacher
 
     def _append(self, ids: np.ndarray, logprobs: np.ndarray | None = None) -> None:
         self._ids.append(ids)
@@ -120,3 +176,16 @@ class Recorder:
             )
         # A copy: the caller may reuse its buffer, the record may not change.
         return array.astype(np.int32, copy=True)
+
+
+def _each(
+    function: Callable[[np.ndarray], np.ndarray], scores: TeacherScores
+) -> TeacherScores:
+    ids = None if scores.ids is None else function(scores.ids)
+    return TeacherScores(function(scores.logprobs), ids, function(scores.known))
+
+
+def _longer(length: int, array: np.ndarray) -> np.ndarray:
+    longer = np.zeros((length, *array.shape[1:]), array.dtype)
+    longer[: len(array)] = array
+    return longer

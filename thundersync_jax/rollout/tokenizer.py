@@ -46,6 +46,13 @@ def decode(ids: Iterable[int]) -> str:
     return _as_bytes(ids).decode("utf-8", errors="replace")
 
 
+def vocabulary() -> dict[str, int]:
+    """Every token by a name of its own: `<0x41>` for byte 65, marks as they are."""
+    return {f"<0x{byte:02X}>": byte for byte in range(BYTES)} | {
+        mark: token for token, mark in MARKS.items()
+    }
+
+
 def _as_bytes(ids: Iterable[int]) -> bytes:
     parts = bytearray()
     for token in np.asarray(ids, np.int64).tolist():
