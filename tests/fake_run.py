@@ -31,7 +31,7 @@ class FakeRun:
         self.clock = types.SimpleNamespace(take=list, totals=Totals(0, 0.0))
         self.timeline = types.SimpleNamespace(add=lambda span: None)
         self.groups = first + (first if bound is None else bound)
-        self.judged = True
+        self.judged, self.teacher_tokens = True, 0
         self.samples = types.SimpleNamespace(
             prompt=lambda step, group: None,
             whole=self.whole,

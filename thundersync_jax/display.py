@@ -35,12 +35,14 @@ _STEP_COLUMNS = (
     Column("gradient\nnorm", 8),
     Column("groups\nkept", 7),
     Column("uniform", 7),
+    Column("teacher\nKL", 7),
     Column("streamed", 8),
     Column("rollout\nsecs", 7),
     Column("step\nsecs", 6),
     Column("learner\nbusy", 7),
     Column("staleness", 9),
 )
+_OF_TEACHER, _OF_REWARDS = "teacher\nKL", "uniform"  # one of them is shown
 _DISPENSABLE = ("staleness", "uniform", "rollout\nsecs")  # on a narrow terminal
 _RELEASE_COLUMNS = (
     Column("release", 10, left=True),
@@ -77,6 +79,7 @@ class StepRow:
     step_secs: float
     learner_busy: float | None  # share of the step
     staleness: int  # policy versions
+    teacher_kl: float | None = None  # per token; shown in place of uniform groups
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +149,9 @@ class Display:
 
     def row(self, row: StepRow) -> None:
         """One finished step, below a heading every so many rows."""
-        columns = self._fitting(_STEP_COLUMNS)
+        idle = _OF_TEACHER if row.teacher_kl is None else _OF_REWARDS
+        used = [column for column in _STEP_COLUMNS if column.heading != idle]
+        columns = self._fitting(used)
         cells = dict(zip(_STEP_COLUMNS, _step_cells(row), strict=True))
         if self._rows % _ROWS_PER_HEADING == 0:
             self._heading(columns)
@@ -285,6 +290,7 @@ def _step_cells(row: StepRow) -> list[str]:
         tables.number(row.gradient_norm),
         f"{row.kept_groups}/{row.groups}",
         str(row.uniform_groups),
+        tables.number(row.teacher_kl),
         tables.percent(row.streamed_share),
         tables.seconds(row.rollout_secs),
         tables.seconds(row.step_secs),

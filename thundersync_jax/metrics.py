@@ -61,6 +61,8 @@ METRICS: dict[str, str] = {
     "mismatch_mean": "nats; mean |log-ratio| of learner to sampler per computed token",
     "mismatch_max": "nats; the largest |log-ratio| of them",
     "mismatch_kl": "nats; mean estimate per token of KL(sampler || learner)",
+    "teacher_kl": "nats; mean per trained token of loss.distill, student to teacher",
+    "teacher_tokens_over_trajectory_tokens": "share; run through the teacher, of all",
     "kl": "nats; mean per trained token of the KL to the reference, with loss.kl_coef",
     "entropy": "nats; mean per trained token of the policy's, with loss.entropy_coef",
     "policy_version": "updates; behind the parameters that sampled the step",

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # After Okabe and Ito 2008, tells apart under every common colour blindness; tints of
 # one colour belong together and differ in lightness.
 DECODE, WAIT = "#2c5f98", "#c0d3e8"
-VERIFY = "#e2a336"
+VERIFY, TEACHER = "#e2a336", "#9467a8"
 DIRECT, STREAMED = "#93d1b8", "#15926b"
 BOUNDARY = "#c2502e"
 _INK, _FAINT, _LANE = "#2b2f33", "#868c93", "#f2f2f2"
@@ -28,6 +28,7 @@ _DPI = 160
 _TIMELINE_COLORS = {
     "decode": DECODE,
     "tool": WAIT,
+    "teacher": TEACHER,
     "verification": VERIFY,
     "gradient, streamed": STREAMED,
     "gradient, direct": DIRECT,
@@ -106,7 +107,9 @@ def draw_timeline(
             axis.spines["bottom"].set_visible(False)
             axis.tick_params(axis="x", length=0)
     _time_axis(axes[-1], 1.01 * longest, unit, "since the step began")
-    _legend(axes[0], _TIMELINE_COLORS, {"last reward": ("|", 10)}, 1.14)
+    taught = any(s.track == "teacher" for spans in panels.values() for s in spans)
+    colors = {k: c for k, c in _TIMELINE_COLORS.items() if taught or k != "teacher"}
+    _legend(axes[0], colors, {"last reward": ("|", 10)}, 1.14)
     figure.savefig(path)
 
 
@@ -158,8 +161,7 @@ def draw_success(
     figure = _figure(7.2, 4.0)
     axis = figure.subplots()
     secs = [point.wall_secs for point in points]
-    low, high = ([100 * point[side] for point in points] for side in (2, 3))
-    success = [100 * point.success for point in points]
+    low, high, success = ([100 * point[i] for point in points] for i in (2, 3, 1))
     axis.fill_between(secs, low, high, color=DECODE, alpha=0.16, linewidth=0)
     axis.plot(secs, success, "o-", color=DECODE, linewidth=2, markersize=4.5, zorder=3)
     axis.lines[-1].set_clip_on(False)  # whole markers at 0 and at 100 %
@@ -200,6 +202,7 @@ def _draw_panel(axis: "Axes", spans: Sequence[Span], longest: float) -> float:
         (WAIT, [s for s in spans if s.track == "rollout" and s.name != "decode"]),
         (DECODE, [s for s in spans if s.track == "rollout" and s.name == "decode"]),
         (VERIFY, [s for s in spans if s.track == "verify"]),
+        (TEACHER, [s for s in spans if s.track == "teacher" and s.lane in rows]),
     ):
         _bars(axis, bars, [rows[s.lane] for s in bars], thick, color, start)
     each = height / len(lanes)
@@ -210,15 +213,14 @@ def _draw_panel(axis: "Axes", spans: Sequence[Span], longest: float) -> float:
         work = sum(s.end_secs - s.start_secs for s in calls)
         edge = 0.4 if work > len(calls) * longest / 150 else 0.0
         for color, kind in ((DIRECT, False), (STREAMED, True)):
-            bars = [s for s in calls if s.name.startswith("streamed") == kind]
+            bars = [s for s in calls if s.name.startswith(("streamed", "turn")) == kind]
             _bars(axis, bars, [top] * len(bars), 0.9 * each, color, start, edge)
     boundary = [s for s in spans if s.track == "boundary"]
     tall = height - 0.1 * each
     _bars(axis, boundary, [bottom] * len(boundary), tall, BOUNDARY, start)
     axis.set_ylim(bottom + height, -0.5)
     middle = bottom + tall / 2
-    labels = [f"{len(rows)} trajectories", "learner"]
-    axis.set_yticks([len(rows) / 2, middle], labels)
+    axis.set_yticks([len(rows) / 2, middle], [f"{len(rows)} trajectories", "learner"])
     return middle
 
 

@@ -220,6 +220,11 @@ class Run:
         """Whether rewards are in the loss."""
         return self.estimator is not None
 
+    @property
+    def teacher_tokens(self) -> int:
+        """Tokens that the teacher has run through its model so far."""
+        return 0 if self.scoring is None else self.scoring.tokens_run
+
     def warn_once(self, line: str) -> None:
         """Says something that would otherwise be said at every step."""
         if line[:_KIND] not in self._warned:

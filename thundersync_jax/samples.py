@@ -14,6 +14,9 @@ from thundersync_jax.types import Trajectory
 class Samples:
     """Makes samples, padded to the lengths of a config.
 
+    Attributes:
+      width: Ids that the policy and its teacher have.
+
     Args:
       config: The settings.
       width: Ids that the policy and its teacher have.
@@ -25,7 +28,7 @@ class Samples:
     ):
         self._loss, self._rollout = config.loss, config.rollout
         self._shared = config.share_prompt == "group"
-        self._width = width
+        self.width = width
         self._prompt_ids = prompt_ids
 
     def whole(self, trajectory: Trajectory) -> Padded:
@@ -58,7 +61,7 @@ class Samples:
 
     def untrained(self, tokens: int, ids: np.ndarray | None = None) -> Trajectory:
         """A trajectory that trains nothing: of these ids, or without meaning."""
-        return objective.untrained(tokens, ids, self._loss, self._width)
+        return objective.untrained(tokens, ids, self._loss, self.width)
 
     def weight(self, trajectory: Trajectory) -> float:
         """What the turns of a complete trajectory are multiplied by."""

@@ -69,6 +69,7 @@ class Step:
       completed_secs: By (group, member), when the tokens were final, and scored where
         there is a teacher.
       turn_secs: By (group, member, turn), when a teacher had scored it.
+      teacher_tokens: Tokens that a teacher ran through its model.
       calls: The gradient calls.
       start_secs: When the rollouts went out, on the same clock.
       last_reward_secs: When the last outcome came in.
@@ -82,6 +83,7 @@ class Step:
     rewarded_secs: dict[tuple[int, int], float]
     completed_secs: dict[tuple[int, int], float]
     turn_secs: dict[tuple[int, int, int], float]
+    teacher_tokens: int
     calls: list[Ran]
     start_secs: float
     last_reward_secs: float
@@ -116,7 +118,7 @@ def run_step(
     run.clock.take()  # what ran before belongs to no step
     start = time.monotonic()
     progress = progress or Progress(len(jobs), started_secs=start)
-    before = run.clock.totals
+    before, taught = run.clock.totals, run.teacher_tokens
     found, replaced = _Found(start, run.judged), 0
     step = jobs[0].key.step
     _open_groups(run, stream, jobs, step)
@@ -146,6 +148,7 @@ def run_step(
         rewarded_secs=found.rewarded_secs,
         completed_secs=found.completed_secs,
         turn_secs=found.turn_secs,
+        teacher_tokens=run.teacher_tokens - taught,
         calls=calls,
         start_secs=start,
         last_reward_secs=found.last_reward_secs,

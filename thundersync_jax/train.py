@@ -144,23 +144,33 @@ def _scalars(
     report, trajectories = done.report, done.trajectories
     # Of the verdicts themselves: the stream was told of them less their penalties.
     rewards = [t.reward for t in trajectories if t.reward is not None]
-    return _from_report(report) | {
-        "step_secs": timing.step_secs,
-        "rollout_secs": timing.rollout_secs,
-        "learner_secs": timing.learner_secs,
-        "learner_busy_share": 1.0 - timing.idle_fraction,
-        "tail_secs": timing.tail_secs,
-        "reward_mean": known_mean(rewards).mean,
-        "success_share": _mean([r == 1.0 for r in rewards]),
-        "gradient_norm_clipped": clipped,
-        "learning_rate": float(state.learning_rate(config.optim, version)),
-        "action_tokens_mean": _mean([t.action_tokens for t in trajectories]),
-        "turns_mean": _mean([t.turns for t in trajectories]),
-        "policy_version": version,
-        "staleness_max": max(
-            (version - t.policy_version for t in trajectories), default=0
-        ),
-    }
+    known = {}
+    if rewards or config.loss.advantage != "none":  # without rewards in the loss
+        known["reward_mean"] = known_mean(rewards).mean  # verdicts may be missing
+        known["success_share"] = _mean([r == 1.0 for r in rewards])
+    if done.teacher_tokens:
+        tokens = sum(len(t.ids) for t in trajectories)
+        share = done.teacher_tokens / max(tokens, 1)
+        known["teacher_tokens_over_trajectory_tokens"] = share
+    return (
+        _from_report(report)
+        | known
+        | {
+            "step_secs": timing.step_secs,
+            "rollout_secs": timing.rollout_secs,
+            "learner_secs": timing.learner_secs,
+            "learner_busy_share": 1.0 - timing.idle_fraction,
+            "tail_secs": timing.tail_secs,
+            "gradient_norm_clipped": clipped,
+            "learning_rate": float(state.learning_rate(config.optim, version)),
+            "action_tokens_mean": _mean([t.action_tokens for t in trajectories]),
+            "turns_mean": _mean([t.turns for t in trajectories]),
+            "policy_version": version,
+            "staleness_max": max(
+                (version - t.policy_version for t in trajectories), default=0
+            ),
+        }
+    )
 
 
 def _from_report(report: Report) -> dict[str, float]:
@@ -181,12 +191,13 @@ def _row(config: Config, done: Step, scalars: dict[str, float], step: int) -> St
     return StepRow(
         step=step,
         steps=config.steps,
-        reward=scalars["reward_mean"],
-        success=scalars["success_share"],
+        reward=scalars.get("reward_mean"),
+        success=scalars.get("success_share"),
         gradient_norm=scalars["gradient_norm"],
         kept_groups=done.report.kept_groups,
         groups=config.rollout.groups_per_step,
         uniform_groups=done.report.uniform_groups,
+        teacher_kl=scalars.get("teacher_kl"),
         streamed_share=done.report.streamed_share,
         rollout_secs=scalars["rollout_secs"],
         step_secs=scalars["step_secs"],
