@@ -79,7 +79,7 @@ def test_scores_and_gradients_are_done_while_the_tool_runs(teacher, tmp_path):
     places = {"open_trajectories": 16, "rollout.slots": 16}
     config = student(teacher, **places, **{"rollout.cut_actions": "run"})
     with Run(config, tmp_path, make, on_line=lambda line: None) as run:
-        rolled_out(run)  # compiles
+        rolled_out(run, release="turn")  # compiles
         done = rolled_out(run, release="turn", step=2)
         spans = run.timeline.spans(since=done.start_secs)
     tools = {s.lane: s for s in reversed(spans) if s.name == "tool"}  # of turn 0
