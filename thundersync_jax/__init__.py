@@ -6,7 +6,10 @@ _HOME = {
     "GradientStream": "stream",
     "Max": "surrogate",
     "Padded": "buckets",
+    "Segments": "segments",
+    "State": "segments",
     "Surrogate": "surrogate",
+    "TurnStream": "turn_stream",
     "advantages": "ops.advantages",
     "pad": "buckets",
 }

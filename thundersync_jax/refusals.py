@@ -15,11 +15,13 @@ from thundersync_jax.types import LARGEST_REWARD
 
 UniformGroups = Literal["keep", "drop"]
 Accumulator = Literal["plain", "exact"]
+Context = Literal["trajectory", "turn"]
 _CHOICES = {
     "release": get_args(Release),
     "partial_groups": get_args(PartialGroups),
     "uniform_groups": get_args(UniformGroups),
     "accumulator": get_args(Accumulator),
+    "context": get_args(Context),
 }
 
 
@@ -28,8 +30,8 @@ def check_choices(denominator: Any, **choices: Any) -> None:
 
     Args:
       denominator: Of a stream.
-      **choices: Its settings `release`, `partial_groups`, `uniform_groups` and
-        `accumulator`.
+      **choices: Its settings `release`, `partial_groups`, `uniform_groups`,
+        `accumulator` and `context`.
     """
     kinds = ("none", "groups", "trajectories", "tokens")
     if isinstance(denominator, bool) or not isinstance(denominator, numbers.Real):
@@ -52,6 +54,16 @@ def check_uniform(uniform_groups: str, estimator: Estimator | None) -> None:
         raise ValueError(
             "uniform_groups is 'drop' and estimator is None, which takes no rewards "
             "that could be equal; use 'keep', or give an estimator"
+        )
+
+
+def check_context(context: str, in_pieces: bool) -> None:
+    """Requires pieces where a turn reads the turns before it, and only there."""
+    if in_pieces != (context == "trajectory"):
+        given = "a Segments" if in_pieces else "a function of whole samples"
+        raise ValueError(
+            f"context is {context!r} and the surrogate is {given}; 'trajectory' takes "
+            "a Segments, 'turn' a function of a turn with its own prompt"
         )
 
 

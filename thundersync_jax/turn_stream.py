@@ -24,6 +24,7 @@ from thundersync_jax.learner import Learner
 from thundersync_jax.ledger import Computed, Denominator, Ledger, PartialGroups, Report
 from thundersync_jax.ledger import SampleRecord as Record
 from thundersync_jax.lifetime import Lifetime
+from thundersync_jax.refusals import Context
 from thundersync_jax.schedule import (
     Call,
     Close,
@@ -56,12 +57,13 @@ class TurnStream:
     decision ends it.
 
     Args:
-      surrogate: A `Segments` whose surrogate is `additive` alone. Or a function of
-        (params, sample), or (params, frozen, sample): then every turn is a sample of
-        its own, with its own prompt, and nothing is replayed. For harnesses that
-        rewrite the history; it is another objective, for a turn then has no gradient
-        through the turns before it.
+      surrogate: A `Segments` whose surrogate is `additive` alone; for context "turn" a
+        function of (params, sample), or (params, frozen, sample).
       params: As of `GradientStream`.
+      context: What a turn was sampled in. "trajectory": all turns before it, through
+        which it has a gradient. "turn": a prompt of its own, which the sample holds,
+        for harnesses that rewrite the history; nothing is replayed. It is another
+        objective: what a turn does to the prompts of later ones has no gradient.
       denominator: Z: "none" (1), "groups" or "trajectories" kept, their "tokens", or a
         number.
       open_trajectories: How many may hold sums and states at a time.
@@ -84,6 +86,7 @@ class TurnStream:
         surrogate: seg.Segments | Callable[..., Surrogate],
         params: Tree,
         *,
+        context: Context = "trajectory",
         denominator: Denominator = "trajectories",
         open_trajectories: int = 8,
         partial_groups: PartialGroups = "drop",
@@ -93,12 +96,15 @@ class TurnStream:
         on_compile: Callable[[str], None] | None = None,
     ):
         refusals.check_functions(surrogate, None)
-        refusals.check_choices(denominator, partial_groups=partial_groups)
+        kinds = {"partial_groups": partial_groups, "context": context}
+        refusals.check_choices(denominator, **kinds)
+        in_pieces = isinstance(surrogate, seg.Segments)
+        refusals.check_context(context, in_pieces)
         refusals.check_count(
             "open_trajectories", open_trajectories, "give at least 1, as turns need it"
         )
         self._learner = Learner(surrogate, params, frozen, "plain", on_compile)
-        self._segments = surrogate if isinstance(surrogate, seg.Segments) else None
+        self._segments = surrogate if in_pieces else None
         self._turns = Turns(
             open_trajectories,
             drop_partial=partial_groups == "drop",
