@@ -3,6 +3,8 @@
 import os
 
 import jax
+import pytest
+from jax._src import compiler
 
 # jax.config and not XLA_FLAGS: commands under test, run as processes, choose their own.
 jax.config.update("jax_platforms", "cpu")
@@ -13,3 +15,33 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # for the processes
 os.environ["MPLBACKEND"] = "agg"
+
+# Plainer machine code, made up to eight times as fast. Tiny models run as fast with it,
+# those of a million parameters slower.
+QUICK = [
+    ("xla_backend_optimization_level", 0),
+    ("xla_cpu_use_fusion_emitters", False),
+]
+
+
+def pytest_collection_modifyitems(items):
+    """The others come first: they would find quick programs in the caches of jit."""
+    items.sort(key=lambda item: "quick_programs" in item.fixturenames)
+
+
+@pytest.fixture(scope="module")
+def quick_programs():
+    """For what holds of any machine code: no test of rounding, memory or time.
+
+    jax has options for one `jit` and for the whole process, but none for a while.
+    """
+    options_of = compiler.get_compile_options
+
+    def quick(*arguments, **named):
+        options = options_of(*arguments, **named)
+        options.env_option_overrides = [*options.env_option_overrides, *QUICK]
+        return options
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiler, "get_compile_options", quick)
+        yield

@@ -26,6 +26,8 @@ from thundersync_jax.step import Step
 from thundersync_jax.timing import StepTiming
 from thundersync_jax.types import StopReason, Trajectory, TrajectoryKey
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
 WAITS = LatencyConfig("lognormal", median_secs=0.05, sigma=1.2)
 CONFIG = replace(
     echo_task.small(warm_start_steps=0),

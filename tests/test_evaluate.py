@@ -11,6 +11,8 @@ from thundersync_jax.errors import ConfigError
 from thundersync_jax.evaluate import Evaluation, evaluate
 from thundersync_jax.metrics import read
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
 
 @pytest.fixture(scope="module", autouse=True)
 def programs(tmp_path_factory):

@@ -15,6 +15,9 @@ from thundersync_jax.config import LossConfig, ModelConfig
 from thundersync_jax.models import layers, transformer
 from thundersync_jax.replica import Replica
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
+
 # Sizes that eight devices divide along either axis.
 MODEL = ModelConfig(
     vocab_size=256,

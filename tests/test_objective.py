@@ -15,6 +15,8 @@ from thundersync_jax.models import transformer
 from thundersync_jax.surrogate import Max
 from thundersync_jax.types import StopReason, TeacherScores, Trajectory, TrajectoryKey
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
 MODEL = ModelConfig(layers=1, width=16, mlp_width=32, heads=2, kv_heads=1, head_dim=8)
 TEMPERATURE = 0.7
 TOLERANCE = 1e-5  # float32: one forward pass against another program of the same sums

@@ -17,6 +17,8 @@ from thundersync_jax import (
 from thundersync_jax.replica import Replica
 from thundersync_jax.schedule import RELEASES
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
 MESHES = [(4, 2, 1), (2, 2, 2)]
 REDUCTION = 1e-5  # float32 sums in another order
 AXES = {"embed": ("embed", "mlp"), "head": ("mlp", None), "scale": (None,)}

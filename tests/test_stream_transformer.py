@@ -21,6 +21,8 @@ from thundersync_jax.replica import IN_FLIGHT, Replica
 from thundersync_jax.schedule import RELEASES
 from thundersync_jax.types import StopReason, Trajectory, TrajectoryKey
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
 MODEL = ModelConfig(
     vocab_size=64, layers=1, width=32, mlp_width=32, heads=4, kv_heads=4, head_dim=8
 )

@@ -27,6 +27,8 @@ from thundersync_jax.records import read_rollouts, rollouts_path
 from thundersync_jax.rollout import tokenizer
 from thundersync_jax.step import run_step
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
 LOGPROB_TOLERANCE = 1e-4  # float32: cached decoding against one forward pass
 NORM_TOLERANCE = 1e-4  # relative, of float32 gradients added up in another order
 TEMPERATURE = echo_task.small().rollout.temperature

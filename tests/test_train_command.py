@@ -165,25 +165,36 @@ SMALLER = {"bench_gpu": ":smoke"}  # variants that a CPU can hold
 OTHERS = [p for p in sorted(ROOT.glob("configs/*.py")) if p.stem != "own_task"]
 
 
+@pytest.mark.usefixtures("quick_programs")
 @pytest.mark.parametrize("path", OTHERS, ids=lambda path: path.stem)
 def test_shipped_config_trains(path, tmp_path, monkeypatch, tmp_path_factory):
     """Two steps each; its own model, task and loss, and few trajectories."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     variant = SMALLER.get(path.stem, "")
     config = load_config(f"{path}{variant}")
+    programs, changes = tmp_path_factory.getbasetemp() / "programs", {}
+    with echo_task.kept_programs(programs):
+        if config.teacher.config:  # one that has learnt as little
+            teacher = load_config(f"{ROOT / config.teacher.config}")
+            train.train(short(teacher), tmp_path / "teacher")
+            changes = {"teacher.workdir": str(tmp_path / "teacher")}
+        result = train.train(replace(short(config), changes), tmp_path)
+    assert result["steps"] == 2
+    assert [row["step"] for row in read(tmp_path)] == [0, 1, 2]
+
+
+def short(config):
     changes = {
         "steps": 2,
         "warm_start.steps": min(config.warm_start.steps, 2),
         "warm_start.check_questions": 4,
         "evaluation.questions": 4,
         "rollout.groups_per_step": 2,
+        "rollout.group_size": 4,
+        "rollout.slots": 8,
         "rollout.gradient_buckets": config.rollout.gradient_buckets[-1:],
         "mesh.rows_per_call": 1,
         "env.tool_latency.kind": "none",
         "env.verify_latency.kind": "none",
     }
-    programs = tmp_path_factory.getbasetemp() / "programs"
-    with echo_task.kept_programs(programs):
-        result = train.train(replace(config, changes), tmp_path)
-    assert result["steps"] == 2
-    assert [row["step"] for row in read(tmp_path)] == [0, 1, 2]
+    return replace(config, changes)

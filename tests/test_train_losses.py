@@ -13,6 +13,8 @@ from thundersync_jax.metrics import METRICS, read
 from thundersync_jax.records import read_rollouts, rollouts_path
 from thundersync_jax.rollout import tokenizer
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
 STEPS = 2
 VERDICTS = [1.0, 0.0, 0.0, 1.0]
 ROUNDING = 1e-5  # float32 gradients of one program against another
