@@ -262,6 +262,9 @@ def step(calls, rewarded, last, failures=()):
         failures=list(failures),
         advantages={},
         rewarded_secs=rewarded,
+        completed_secs=rewarded,
+        turn_secs={},
+        teacher_tokens=0,
         calls=calls,
         start_secs=10.0,
         last_reward_secs=last,
@@ -289,14 +292,14 @@ def test_a_call_may_begin_when_its_rule_lets_it(release, arrivals):
     key = TrajectoryKey(1, 0, 2)
     failed = Failed(key, StopReason.TIMEOUT, "late", secs=14.0)
     done = step([ran(0, 11.1, 11.1, 12.0)], rewarded, 15.0, [failed])
-    assert live_module._arrivals(done, release) == [arrivals]
+    assert live_module._arrivals(done, release, True) == [arrivals]
 
 
 def test_a_shared_call_waits_for_its_last_sample():
     items = (Item(0, 0, 0, "bucket"), Item(0, 1, 0, "bucket"))
     shared = Ran(Call(0, items, 0, 2), 13.0, 13.0, 14.0)
     done = step([shared], {(0, 0): 11.0, (0, 1): 12.0}, last=15.0)
-    assert live_module._arrivals(done, "trajectory") == [12.0]
+    assert live_module._arrivals(done, "trajectory", True) == [12.0]
 
 
 def test_dispatch_counts_only_calls_that_found_their_learner_idle():

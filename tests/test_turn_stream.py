@@ -4,173 +4,169 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
+import turns_of_models as models
+from turns_of_models import MODEL, OPD, difference, of_samples, of_turns
 
-from thundersync_jax import objective
-from thundersync_jax.config import LossConfig, ModelConfig
-from thundersync_jax.models import transformer
-from thundersync_jax.stream import GradientStream
-from thundersync_jax.turn_stream import TurnStream
-from thundersync_jax.types import (
-    StopReason,
-    TeacherScores,
-    Trajectory,
-    TrajectoryKey,
-)
+from thundersync_jax import mesh, segments
+from thundersync_jax.config import LossConfig
+from thundersync_jax.models import layers, transformer
+from thundersync_jax.models.transformer import KeyValues
 
-MODEL = ModelConfig(
-    vocab_size=16,
-    layers=2,
-    width=16,
-    mlp_width=24,
-    heads=4,
-    kv_heads=2,
-    head_dim=4,
-    rope_theta=100.0,
-    qk_norm=True,
-    attention_bias=True,
-    dtype="float64",
-    logprob_chunk_tokens=5,
-)
-LOSS = LossConfig(advantage="none", distill="sampled_reverse_kl")
-TEMPERATURE, SLOTS = 0.7, 40
-# Rounding of float64 sums of some hundred terms.
-EXACT = 1e-12
+pytestmark = pytest.mark.usefixtures("quick_programs")
 
-
-@pytest.fixture(scope="module", autouse=True)
-def wide():
-    with jax.enable_x64(True):
-        yield
+EXACT = 1e-12  # rounding of float64 sums of some hundred terms
+FLOAT32 = 1e-5  # the same in float32
+SEVERED = 1e-6  # what a channel carries at least
+HALF = 2.0**-8  # of one bfloat16 rounding
+FULL = LossConfig(advantage="none", distill="reverse_kl", entropy_coef=0.01)
+TOP = LossConfig(advantage="none", distill="forward_kl", distill_top_k=3, kl_coef=0.05)
+LOSSES = {"sampled": OPD, "full and entropy": FULL, "top-k and reference": TOP}
 
 
 @pytest.fixture(scope="module")
-def params(wide):
-    return transformer.init(MODEL, jax.random.key(3))
+def params():
+    with jax.enable_x64(True):
+        yield models.init()
 
 
-def trajectory(group, member, pieces, prompt, loss=LOSS):
-    """One with so many (action, observation) tokens per turn."""
-    rng = np.random.default_rng((group, member))
-    shared = np.random.default_rng(group).integers(0, 16, prompt)
-    lengths = [n for pair in pieces for n in pair]
-    ids = np.concatenate([shared, rng.integers(0, 16, sum(lengths))]).astype(np.int32)
-    mask = np.repeat([False] + [True, False] * len(pieces), [prompt, *lengths])
-    known = mask.copy()
-    kind = {"sampled_reverse_kl": 1}.get(loss.distill, loss.distill_top_k or 16)
-    logits = rng.normal(size=(len(ids), 16))
-    table = np.asarray(jax.nn.log_softmax(logits))
-    teacher_ids = None
-    if kind == 1:
-        table = np.take_along_axis(table, ids[:, None], axis=1)
-    elif kind < 16:
-        teacher_ids = np.argsort(-table, axis=1)[:, :kind].astype(np.int32)
-        table = np.take_along_axis(table, teacher_ids, axis=1)
-    return Trajectory(
-        key=TrajectoryKey(1, group, member),
-        ids=ids,
-        loss_mask=mask,
-        logprobs=np.where(mask, np.float32(-2.0), np.float32(0)),
-        turns=len(pieces),
-        stop_reason=StopReason.FINISHED,
-        policy_version=0,
-        teacher=TeacherScores(
-            np.where(known[:, None], table, 0).astype(np.float32), teacher_ids, known
-        ),
-    )
+def frozen_of(loss):
+    return models.init(seed=4) if loss.kl_coef else None
 
 
-SHAPES = [
-    [[(3, 4), (2, 5), (4, 0)], [(2, 3), (5, 2)]],
-    [[(6, 0)], [(1, 1), (1, 6), (2, 2), (3, 1)]],
-]
+@pytest.mark.parametrize("shared", [False, True], ids=["own prompt", "shared prompt"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_turns_equal_trajectories_equal_batch(params, name, shared):
+    loss = LOSSES[name]
+    for aggregation, constant in (
+        ("sequence_mean", None),
+        ("token_mean", None),
+        ("constant", 9.0),
+    ):
+        of = dataclasses.replace(loss, aggregation=aggregation, constant=constant)
+        ones, given = models.step(of), {"compiled": loss, "frozen": frozen_of(loss)}
+        expected, whole = of_samples(params, ones, of, release="batch", **given)
+        trajectory, _ = of_samples(params, ones, of, release="trajectory", **given)
+        found, report = of_turns(params, ones, of, shared=shared, **given)
+        assert difference(found, expected) < EXACT
+        assert difference(trajectory, expected) < EXACT
+        assert report.loss == pytest.approx(whole.loss, rel=EXACT)
+        assert report.gradient_norm == pytest.approx(whole.gradient_norm, rel=EXACT)
+        assert (report.tokens, report.denominator) == (whole.tokens, whole.denominator)
+        for metric, value in whole.metrics.items():
+            assert report.metrics[metric] == pytest.approx(value, rel=EXACT)
 
 
-def step(loss=LOSS, prompt=5):
-    return [
-        trajectory(g, m, pieces, prompt, loss)
-        for g, members in enumerate(SHAPES)
-        for m, pieces in enumerate(members)
-    ]
+# Every piece begins with a trained token: the hidden vector before it has a gradient.
+CUTS = [[[(0, 4), (0, 3), (0, 4)]]]
 
 
-def turns(one, start=0):
-    """(start, end) of every turn: the observation before it, and its action."""
-    mask = one.loss_mask
-    ends = [
-        t + 1 for t in range(len(mask)) if mask[t] and not mask[t + 1 : t + 2].any()
-    ]
-    return list(zip([start, *ends[:-1]], ends, strict=True))
+@pytest.fixture(scope="module")
+def uncut(params):
+    return of_samples(params, models.step(OPD, CUTS), OPD)[0]
 
 
-def whole(params, trajectories, loss=LOSS, release="batch", **rest):
-    surrogate = objective.policy_surrogate(MODEL, TEMPERATURE, loss)
-    stream = GradientStream(
-        surrogate,
-        params,
-        estimator=objective.estimator(loss),
-        denominator=objective.denominator(loss),
-        release=release,
-        **rest,
-    )
-    for group in range(2):
-        stream.open_group(group, 2)
-    for one in trajectories:
-        sample = objective.sample(one, loss, (SLOTS,))
-        tokens = one.action_tokens
-        stream.complete(one.key.group, one.key.member, sample, tokens=tokens)
-    return stream.finish()
+def severed_run(params):
+    return of_turns(params, models.step(OPD, CUTS), OPD, shared=True, shapes=CUTS)[0]
 
 
-def by_turns(
-    params, trajectories, segments, loss=LOSS, prompt=0, lengths=(12, 40), **rest
+def start_of(turn):
+    return models.turns_of(0, 0, True, CUTS)[turn][0]
+
+
+def without(pulled, before, channel):
+    """Cotangents of which one kind is as it was before."""
+    (now,), (then,) = pulled, before
+    return [now._replace(**{channel: getattr(then, channel)})]
+
+
+def test_pieces_that_begin_with_a_trained_token_equal_the_whole(params, uncut):
+    assert difference(severed_run(params), uncut) < EXACT
+
+
+@pytest.mark.parametrize("channel", ["keys", "values", "last"])
+@pytest.mark.parametrize("turn", [0, 1, 2])
+def test_no_channel_into_the_past_may_be_severed(
+    params, uncut, monkeypatch, turn, channel
 ):
-    """The same turn by turn, the trajectories' turns interleaved."""
-    stream = TurnStream(
-        segments, params, denominator=objective.denominator(loss), **rest
-    )
-    for group in range(2):
-        shared = None
-        if prompt:
-            first = trajectories[2 * group]
-            shared = objective.segment_sample(first, loss, lengths, 0, prompt)
-        stream.open_group(group, 2, prompt=shared)
-    waiting = {one.key: turns(one, prompt) for one in trajectories}
-    rng = np.random.default_rng(0)
-    while any(waiting.values()):
-        one = trajectories[rng.integers(len(trajectories))]
-        if not waiting[one.key]:
-            continue
-        start, end = waiting[one.key].pop(0)
-        tree = objective.segment_sample(one, loss, lengths, start, end, False)
-        place = one.key.group, one.key.member
-        stream.turn(*place, tree, tokens=int(one.loss_mask[start:end].sum()))
-        if not waiting[one.key]:
-            stream.complete(*place, objective.trajectory_weight(one, loss))
-    return stream.finish()
+    """Of what a turn's loss pulls of keys, values or the hidden vector before it."""
+    original, cuts = segments.turn, []
+
+    def cut(function, p, frozen, state, pulled, sample):
+        found = original(function, p, frozen, state, pulled, sample)
+        if int(sample["start"]) != start_of(turn):
+            return found
+        cuts.append(turn)
+        if channel == "last":
+            return found._replace(of_last=jax.tree.map(jnp.zeros_like, found.of_last))
+        return found._replace(pulled=without(found.pulled, pulled, channel))
+
+    monkeypatch.setattr(segments, "turn", cut)
+    assert difference(severed_run(params), uncut) > SEVERED
+    assert cuts == [turn]
 
 
-def segments_of(loss=LOSS):
-    return objective.policy_segments(MODEL, TEMPERATURE, loss, SLOTS)
+@pytest.mark.parametrize("channel", ["keys", "values"])
+@pytest.mark.parametrize("turn", [0, 1])
+def test_no_channel_of_a_replay_may_be_severed(
+    params, uncut, monkeypatch, turn, channel
+):
+    """What a replayed turn passes on to those before it, and to the prompt."""
+    original, cuts = segments.replay, []
+
+    def cut(function, p, frozen, state, pulled, *rest):
+        found = original(function, p, frozen, state, pulled, *rest)
+        start = int(rest[-1]["start"])
+        if start != start_of(turn):
+            return found
+        cuts.append(turn)
+        then = jax.tree.map(lambda x: x.at[:, start:].set(0), pulled)
+        return found._replace(pulled=without(found.pulled, then, channel))
+
+    monkeypatch.setattr(segments, "replay", cut)
+    assert difference(severed_run(params), uncut) > SEVERED
+    assert cuts == [turn]
 
 
-def difference(found, expected):
-    def norm(tree):
-        return jnp.sqrt(sum(jnp.sum(x * x) for x in jax.tree.leaves(tree)))
+def test_turns_and_prompts_on_a_mesh_equal_one_device(params):
+    with jax.enable_x64(False):
+        model = dataclasses.replace(MODEL, dtype="float32")
+        alone = models.float32(params)
+        ones = models.step(OPD)
+        expected, _ = of_samples(alone, ones, OPD, model=model)
+        grid = mesh.make_mesh(fsdp=2, tensor=2)
+        layout = mesh.parameter_shardings(
+            grid, alone, transformer.logical_axes(model), layers.MESH_AXES
+        )
+        spread = jax.device_put(alone, layout)
+        leaves = jax.tree.leaves(spread)
+        assert any(x.sharding.shard_shape(x.shape) != x.shape for x in leaves)
+        for run in (of_turns, of_samples):
+            found, _ = run(spread, ones, OPD, shared=True, model=model)
+            assert difference(found, expected) < FLOAT32
+            for x, y in zip(*map(jax.tree.leaves, (found, spread)), strict=True):
+                assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
 
-    return float(norm(jax.tree.map(jnp.subtract, found, expected)) / norm(expected))
 
+def test_cotangents_of_a_bfloat16_model_add_up_in_float32(params, monkeypatch):
+    seen, original = [], segments.turn
 
-@pytest.mark.parametrize("prompt", [0, 5], ids=["own prompt", "shared prompt"])
-@pytest.mark.parametrize("aggregation", ["sequence_mean", "token_mean"])
-def test_turn_by_turn_equals_whole_trajectories(params, aggregation, prompt):
-    loss = dataclasses.replace(LOSS, aggregation=aggregation)
-    expected, of_whole = whole(params, step(), loss)
-    found, report = by_turns(params, step(), segments_of(loss), loss, prompt)
-    assert difference(found, expected) < EXACT
-    assert report.loss == pytest.approx(of_whole.loss, rel=EXACT)
-    assert report.tokens == of_whole.tokens
-    assert report.metrics["teacher_kl"] == pytest.approx(
-        of_whole.metrics["teacher_kl"], rel=EXACT
-    )
+    def watched(*arguments):
+        found = original(*arguments)
+        seen.append(found)
+        return found
+
+    monkeypatch.setattr(segments, "turn", watched)
+    with jax.enable_x64(False):
+        half, ones = models.float32(params), models.step(OPD)
+        given = {"model": dataclasses.replace(MODEL, dtype="bfloat16")}
+        found, _ = of_turns(half, ones, OPD, shared=True, **given)
+        given["model"] = dataclasses.replace(MODEL, dtype="float32")
+        expected, _ = of_samples(half, ones, OPD, **given)
+    for turn in seen:
+        (kept,), (pulled,) = turn.state.kept, turn.pulled
+        assert isinstance(kept, KeyValues)
+        assert {x.dtype for x in kept} == {jnp.dtype(jnp.bfloat16)}
+        assert {x.dtype for x in pulled} == {jnp.dtype(jnp.float32)}
+    assert {x.dtype for x in jax.tree.leaves(found)} == {jnp.dtype(jnp.float32)}
+    assert HALF / 8 < difference(found, expected) < 8 * HALF

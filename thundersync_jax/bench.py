@@ -1,13 +1,14 @@
-"""Batch, group and trajectory release side by side, and what each could reach.
+"""The release rules of a loss side by side, and what each could reach.
 
     python -m thundersync_jax.bench --config=configs/bench_cpu.py
 
-Every step is run live under all three rules in turns, so that a machine that drifts
-does so for all; medians are over the steps. Each begins with the first policy: its
-update is made and published, and taken back. The batch rule has the direct path, no
-group sums, and full calls where they are faster. Lognormal latencies are scaled
-beforehand until rollouts take as long as learning. Nothing is replayed: the rules
-sample the same trajectories because keys and parameters are the same.
+They are batch, group and trajectory release; batch, trajectory and turn release where
+no reward is in the loss. Every step is run live under all of them in turns, so that a
+machine that drifts does so for all; medians are over the steps. Each begins with the
+first policy: its update is made and published, and taken back. The batch rule has the
+direct path, no group sums, and full calls where they are faster. Lognormal latencies
+are scaled beforehand until rollouts take as long as learning. Nothing is replayed: the
+rules sample the same trajectories because keys and parameters are the same.
 
 With exact sums all rules take one trajectory a call, and a fourth contestant in the
 same turns tells what exactness costs: trajectory release with plain sums.
@@ -36,10 +37,10 @@ from thundersync_jax.errors import ConfigError, StreamError
 from thundersync_jax.flags import Flag
 from thundersync_jax.flags import run as run_command
 from thundersync_jax.live import Live, live
+from thundersync_jax.peak_bytes import PeakBytes
 from thundersync_jax.progress import Progress
 from thundersync_jax.run import Factory, Run
-from thundersync_jax.schedule import RELEASES
-from thundersync_jax.step import conclude
+from thundersync_jax.step import Step, conclude
 from thundersync_jax.types import Trajectory
 from thundersync_jax.warm_start import POLICY_VERSION, warm_start
 
@@ -113,11 +114,11 @@ class Contestant:
     accumulator: str | None = None  # as the config says
 
 
-def contestants(exact: bool) -> tuple[Contestant, ...]:
+def contestants(config: Config) -> tuple[Contestant, ...]:
     """The release rules, and what exact sums are measured against."""
-    rules = tuple(Contestant(release, release) for release in RELEASES)
+    rules = tuple(Contestant(release, release) for release in config.releases)
     plain = Contestant(report.PLAIN, "trajectory", "plain")
-    return (*rules, plain) if exact else rules
+    return (*rules, plain) if config.accumulator == "exact" else rules
 
 
 class _Races:
@@ -127,13 +128,14 @@ class _Races:
         exact = run.config.accumulator == "exact"
         self.run = run
         self.display = display
-        self.contestants = contestants(exact)
+        self.contestants = contestants(run.config)
         self.rows = 1 if exact else run.config.mesh.rows_per_call
         self.compiles = 0
         self._start = start
         self._update = state.Update(run.optimizer, run.config.optim.clip_norm, start)
+        turns = "turn" in run.config.releases
         sums = dict.fromkeys(one.accumulator for one in self.contestants)
-        self._idle = {kind: calibration.IdleWork(kind) for kind in sums}
+        self._idle = {kind: calibration.IdleWork(kind, turns) for kind in sums}
 
     @contextlib.contextmanager
     def compiles_counted(self) -> Iterator[None]:
@@ -211,18 +213,19 @@ class _Races:
         """One step of every contestant, whose turn comes earlier with every step."""
         self._measure_idle()
         turn = (step - 1) % len(self.contestants)
-        lives = {
+        found = {
             one.name: self._live(step, one, f"step {step}/{steps} {one.name}")
             for one in (*self.contestants[turn:], *self.contestants[:turn])
         }
-        lives = {one.name: lives[one.name] for one in self.contestants}
+        lives = {one.name: found[one.name][0] for one in self.contestants}
+        costs = {name: cost for name, (_, cost) in found.items() if cost}
         times = [f"{n} {live.timing.step_secs:.2f} s" for n, live in lives.items()]
         self.display.line(f"step {step}/{steps}  {', '.join(times)}")
         contention = {
             one.name: self._idle[one.accumulator].contention(lives[one.name].step.calls)
             for one in self.contestants
         }
-        return report.Round(lives, contention)
+        return report.Round(lives, contention, costs)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -237,39 +240,58 @@ class _Races:
         for idle in self._idle.values():
             idle.measure(self.run, self._start.params, POLICY_VERSION, self.rows)
 
-    def _live(self, step: int, one: Contestant, title: str) -> Live:
+    def _live(
+        self, number: int, one: Contestant, title: str
+    ) -> tuple[Live, report.Cost | None]:
         """One step of a contestant, to its updated and published parameters."""
         run, params = self.run, self._start.params
         run.publish(params, POLICY_VERSION)
         donated = jax.block_until_ready(jax.tree.map(jnp.copy, self._start))
         members = run.config.rollout.groups_per_step * run.config.rollout.group_size
-        with self.display.live(title):
-            return live(
+        # Looking takes time: where there is no teacher, nobody asks.
+        devices = tuple(run.placement.mesh.devices.flat) if run.scoring else ()
+
+        def on_progress(progress: Progress) -> None:
+            self.display.update(progress)
+            peak.look()
+
+        def boundary(done: Step) -> None:
+            peak.look()
+            conclude(run, self._update, donated, done, POLICY_VERSION)
+
+        with PeakBytes(devices) as peak, self.display.live(title):
+            found = live(
                 run,
                 params,
                 POLICY_VERSION,
-                step,
+                number,
                 one.release,
                 rows=self.rows,
                 accumulator=one.accumulator,
-                boundary=lambda done: conclude(
-                    run, self._update, donated, done, POLICY_VERSION
-                ),
+                boundary=boundary,
                 progress=Progress(members, started_secs=time.monotonic()),
-                on_progress=self.display.update,
+                on_progress=on_progress,
             )
+        # Kept, the gradients of all steps would fill the learner's devices.
+        step = dataclasses.replace(found.step, gradient=None)
+        found = dataclasses.replace(found, step=step)
+        if not run.scoring:
+            return found, None
+        tokens = sum(len(trajectory.ids) for trajectory in step.trajectories)
+        return found, report.Cost(peak.bytes, step.teacher_tokens, tokens)
 
 
 def _draw(workdir: Path, rounds: list[report.Round], result: dict[str, Any]) -> None:
     """The step of middle length as a timeline, and all of them as bars."""
+    rules = [name for name in result["releases"] if name != report.PLAIN]
     batch = [r.lives["batch"].timing.step_secs for r in rounds]
     middle = rounds[batch.index(statistics.median_low(batch))]
     pictures.draw_timeline(
         workdir / "bench_timeline.png",
-        {release: middle.lives[release].spans for release in RELEASES},
+        {release: middle.lives[release].spans for release in rules},
     )
     bars = {}
-    for release in RELEASES:
+    for release in rules:
         found = result["releases"][release]
         alone = found["tail_secs"] - found["boundary_secs"]
         bars[release] = pictures.Bar(

@@ -9,7 +9,7 @@ import collections
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from thundersync_jax import comparison, signature
 from thundersync_jax.compiling import made_up_calls
 from thundersync_jax.learner_clock import Ran
 from thundersync_jax.run import Run
+from thundersync_jax.schedule import Prompt, TurnCall
 from thundersync_jax.step import roll_out
 from thundersync_jax.types import Trajectory
 
@@ -33,14 +34,22 @@ class Shape(NamedTuple):
     """What decides how long a gradient call takes alone."""
 
     rows: int
-    bucket: Any
-    streamed: bool
+    length: Any
+    kind: Literal["direct", "streamed", "turn", "replay"]
 
 
 def shape(ran: Ran) -> Shape:
-    """The shape of a call that ran."""
+    """The shape of a call that ran, of samples."""
     call = ran.call
-    return Shape(call.rows, call.items[0].bucket, call.place is not None)
+    if isinstance(call, TurnCall):
+        return Shape(1, _length(call.item.bucket), "replay" if call.replay else "turn")
+    kind = "direct" if call.place is None else "streamed"
+    return Shape(call.rows, _length(call.items[0].bucket), kind)
+
+
+def _length(bucket: Any) -> Any:
+    """A bucket of the learner, without the group whose prompt a sample continues."""
+    return bucket[:3]
 
 
 class IdleWork:
@@ -51,10 +60,12 @@ class IdleWork:
 
     Args:
       accumulator: How sums are taken; None as the config says.
+      turns: Whether calls of the turn rule are among them.
     """
 
-    def __init__(self, accumulator: str | None = None):
+    def __init__(self, accumulator: str | None = None, turns: bool = False):
         self._accumulator = accumulator
+        self._turns = turns
         self._secs: dict[Shape, list[float]] = collections.defaultdict(list)
 
     def measure(self, run: Run, params: Tree, version: int, rows: int) -> None:
@@ -64,19 +75,22 @@ class IdleWork:
         made_up_calls(run, params, version, "trajectory", 1, _MEMBERS, sums)
         for each in dict.fromkeys((1, rows)):
             made_up_calls(run, params, version, "batch", each, _MEMBERS * each, sums)
+        if self._turns:
+            made_up_calls(run, params, version, "turn", rows=1, members=1)
         for ran in run.clock.take():
             self.add(ran)
 
     def add(self, ran: Ran) -> None:
         """Takes one call that ran alone."""
-        self._secs[shape(ran)].append(ran.secs)
+        if not isinstance(ran.call, Prompt):
+            self._secs[shape(ran)].append(ran.secs)
 
     def contention(self, calls: Iterable[Ran]) -> float:
         """The work of calls over that of the same calls on an idle learner.
 
-        NaN where there are no calls.
+        Prompts that groups share are left out. NaN where there are no calls.
         """
-        calls = list(calls)
+        calls = [ran for ran in calls if not isinstance(ran.call, Prompt)]
         alone = sum(self._alone_secs(shape(ran)) for ran in calls)
         return sum(ran.secs for ran in calls) / alone if calls else math.nan
 
@@ -87,15 +101,17 @@ class IdleWork:
             full, left = divmod(count, rows)
             if 2 * left > rows:  # as the schedule pads
                 full, left = full + 1, 0
-            secs += full * self._alone_secs(Shape(rows, bucket, False))
-            secs += left * self._alone_secs(Shape(1, bucket, False))
+            length = _length(bucket)
+            secs += full * self._alone_secs(Shape(rows, length, "direct"))
+            secs += left * self._alone_secs(Shape(1, length, "direct"))
         return secs
 
     def _alone_secs(self, kind: Shape) -> float:
         # Shared streamed calls are rare, and the same program as direct ones. Exact
         # sums have no direct path.
-        other = kind._replace(streamed=not kind.streamed)
-        return statistics.median(self._secs.get(kind) or self._secs[other])
+        other = {"direct": "streamed", "streamed": "direct"}.get(kind.kind, kind.kind)
+        found = self._secs.get(kind) or self._secs[kind._replace(kind=other)]
+        return statistics.median(found)
 
 
 def sample(
@@ -111,8 +127,14 @@ def sample(
 
 
 def kinds(run: Run, trajectories: Iterable[Trajectory]) -> list[Any]:
-    """The length bucket of each trajectory, as in `Shape`."""
-    return [signature.shapes(run.samples.whole(one).tree) for one in trajectories]
+    """The bucket of each trajectory, as the learner has it."""
+
+    def bucket(one):
+        found = signature.shapes(run.samples.whole(one).tree)
+        prompt = run.samples.prompt(one.key.step, one.key.group)
+        return found if prompt is None else (*found, signature.shapes(prompt.tree))
+
+    return [bucket(one) for one in trajectories]
 
 
 def learner_secs(

@@ -1,8 +1,10 @@
 """Every gradient program that a step may need, compiled before the first one."""
 
 import time
+from collections.abc import Hashable
 from typing import Any
 
+from thundersync_jax.buckets import Padded
 from thundersync_jax.run import Run
 from thundersync_jax.stream import GradientStream
 from thundersync_jax.telling import Stream
@@ -50,20 +52,25 @@ def made_up_calls(
     elif run.config.share_prompt == "group":
         for prompt in run.config.rollout.segment_lengths:
             for length in run.config.rollout.segment_lengths:
-                shared = run.samples.behind(run.samples.untrained(prompt), 0)
-                _group(run, stream, (prompt, length), members, shared)
+                shared = run.samples.made_up(prompt, 0)
+                sample = run.samples.made_up(length, 1)
+                _group(run, stream, (prompt, length), members, sample, shared)
     else:
         for length in run.config.rollout.gradient_buckets:
-            _group(run, stream, length, members)
+            sample = run.samples.whole(run.samples.untrained(length))
+            _group(run, stream, length, members, sample)
     stream.finish()
 
 
-def _group(run: Run, stream: GradientStream, name, members: int, prompt=None) -> None:
+def _group(
+    run: Run,
+    stream: GradientStream,
+    name: Hashable,
+    members: int,
+    sample: Padded,
+    prompt: Padded | None = None,
+) -> None:
     stream.open_group(name, members, prompt=prompt)
-    length = name if prompt is None else name[1]
-    empty = run.samples.untrained(length)
-    sample = run.samples.whole(empty) if prompt is None else None
-    sample = sample or run.samples.behind(empty, 0)
     for member in range(members):
         stream.complete(name, member, sample, tokens=1)
         if run.judged:
@@ -73,14 +80,12 @@ def _group(run: Run, stream: GradientStream, name, members: int, prompt=None) ->
 
 def _turns(run: Run, stream: TurnStream) -> None:
     """Every length as a first turn and, replayed, as an earlier one."""
-    shared = None
-    lengths = run.config.rollout.segment_lengths
-    if run.config.share_prompt == "group":
-        shared = run.samples.behind(run.samples.untrained(lengths[0]), 0)
-    for length in lengths:
-        stream.open_group(length, 1, prompt=shared)
-        sample = run.samples.behind(run.samples.untrained(length), 0)
-        for _ in range(2):
+    shared = int(run.config.share_prompt == "group")  # tokens of the prompt
+    for length in run.config.rollout.segment_lengths:
+        prompt = run.samples.made_up(length, 0) if shared else None
+        stream.open_group(length, 1, prompt=prompt)
+        for start in (shared, shared + 1):
+            sample = run.samples.made_up(length, start)
             stream.turn(length, 0, sample, tokens=1)
         stream.complete(length, 0)
         _wait(stream)

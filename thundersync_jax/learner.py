@@ -60,6 +60,7 @@ class Learner:
             Replica(surrogate, *both) for both in zip(views, frozen_views, strict=True)
         ]
         shared = isinstance(surrogate, seg.Segments)
+        refusals.check_replicas(len(views), shared, accumulator)
         self.prompts = Prompts(self.replicas, accumulator) if shared else None
         self.sums = sums.KINDS[accumulator](views, self._params)
         self._sum_bytes = sums.bytes_per_device(self._params, accumulator)
@@ -84,9 +85,10 @@ class Learner:
         count = sums.channels(scope, parts.weighted, parts.additive, lossy)
         return count * self._sum_bytes
 
-    def wait(self) -> None:
-        """Blocks until a replica is free."""
-        wait_for_any(self.replicas)
+    def wait(self, among: set[int] | None = None) -> None:
+        """Blocks until a replica is free; one of these, where some are named."""
+        chosen = range(len(self.replicas)) if among is None else among
+        wait_for_any([self.replicas[i] for i in chosen])
 
     def put(self, tree: Tree) -> Tree:
         """Brings a sample to the device early, where it is known which that is."""
@@ -172,13 +174,24 @@ class Learner:
         if self.prompts is not None:
             self.prompts.fold(fold, table)
 
-    def close(self, prompt: Prompt) -> list[tuple[int, Evaluated]]:
+    def close(
+        self,
+        prompt: Prompt,
+        record: Callable[[Hashable, Evaluated], None],
+        on_call: Callable[[Prompt, jax.Array], None] | None = None,
+    ) -> None:
         """Differentiates a prompt: all cotangents of its state are in.
 
-        Returns:
-          Per replica that had a share in it, what was evaluated.
+        Args:
+          prompt: On which replicas.
+          record: Told of its group and of what was evaluated, on each.
+          on_call: Called with the prompt on one replica, and an array that is ready
+            when it has ended.
         """
-        return self.prompts.close(prompt, self.sums.direct)
+        for replica, evaluated in self.prompts.close(prompt, self.sums.direct):
+            record(prompt.group, evaluated)
+            if on_call:
+                on_call(prompt._replace(replicas=(replica,)), evaluated.finite)
 
     def finish(self, denominator: float) -> tuple[Tree, jax.Array]:
         """The gradient and its norm; the sums are gone then."""

@@ -128,7 +128,8 @@ class Ledger:
         self.calls: list[Computed] = []
         self.scales: dict[tuple[Hashable, int], float] = {}  # of additive parts, else 1
         self.prompts: dict[Hashable, tuple[int, int]] = {}  # real and padded tokens
-        self.prompt_calls: list[tuple[Hashable, Any]] = []  # whether finite, by group
+        self.prompt_finite: list[Any] = []  # bool[] of each prompt's gradient
+        self._prompt_groups: list[Hashable] = []
         self.counts: collections.Counter[str] = collections.Counter()
 
     @property
@@ -153,7 +154,8 @@ class Ledger:
 
     def record_prompt(self, group: Hashable, evaluated: Any) -> None:
         """The gradient of a group's shared prompt has been started."""
-        self.prompt_calls.append((group, evaluated.finite))
+        self.prompt_finite.append(evaluated.finite)
+        self._prompt_groups.append(group)
         real, padded = self.prompts[group]
         self.counts["real"] += real
         self.counts["computed"] += padded
@@ -196,22 +198,24 @@ class Ledger:
             ]
             bad += [item for item in rows or items if self.kept(item)]
         if bad:
-            names = ", ".join(f"{x.group!r}/{x.member}" for x in bad[:8])
+            members = dict.fromkeys(f"{x.group!r}/{x.member}" for x in bad)
+            names = ", ".join(list(members)[:8])
             raise StreamError(
                 f"the gradient of group/member {names} is not finite; look at its "
                 "tokens, weights and reward, nothing was updated"
             )
 
-    def check_prompts(self, found: list[tuple[Hashable, bool]]) -> None:
+    def check_prompts(self, finite: list[Any]) -> None:
         """Looks for gradients of shared prompts that would ruin the parameters.
 
         Args:
-          found: `prompt_calls`, fetched.
+          finite: `prompt_finite`, fetched.
 
         Raises:
           StreamError: There are some; names their groups.
         """
-        if bad := [repr(group) for group, finite in found if not finite]:
+        found = zip(self._prompt_groups, finite, strict=True)
+        if bad := [repr(group) for group, fine in found if not fine]:
             raise StreamError(
                 f"the gradient of the prompt of group {', '.join(bad[:8])} is not "
                 "finite; look at its members' weights and rewards, nothing was updated"

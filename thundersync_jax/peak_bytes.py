@@ -61,7 +61,7 @@ class PeakBytes:
 
 def alive_bytes(devices: Collection[jax.Device]) -> int:
     """Bytes of the arrays that are alive, of the fullest of some devices."""
-    buffers: dict[jax.Device, dict[int, int]] = collections.defaultdict(dict)
+    buffers: dict[jax.Device, dict[int | str, int]] = collections.defaultdict(dict)
     for array in jax.live_arrays():
         if array.sharding.device_set.isdisjoint(devices):
             continue
@@ -71,8 +71,11 @@ def alive_bytes(devices: Collection[jax.Device]) -> int:
             parts = [array] if whole else [s.data for s in array.addressable_shards]
             for part in parts:
                 (device,) = part.sharding.device_set
-                # Views of replicas are further arrays of the same buffers.
-                buffers[device][part.unsafe_buffer_pointer()] = part.nbytes
+                # Views of replicas are further arrays of the same buffers. Asking for
+                # the address of what a program still writes would wait for it.
+                ready = part.is_ready()
+                where = part.unsafe_buffer_pointer() if ready else f"array {id(part)}"
+                buffers[device][where] = part.nbytes
         except RuntimeError:  # a sampler on the learner's device has just donated it
             continue
     return max((sum(buffers[device].values()) for device in devices), default=0)

@@ -67,6 +67,40 @@ def check_context(context: str, in_pieces: bool) -> None:
         )
 
 
+def check_replicas(replicas: int, shared: bool, accumulator: str) -> None:
+    """Requires one replica where prompts go through exact sums."""
+    if shared and accumulator == "exact" and replicas > 1:
+        raise ValueError(
+            f"accumulator is 'exact' with a Segments on {replicas} replicas; each "
+            "would round its own share of a prompt: use one, or accumulator 'plain'"
+        )
+
+
+def check_place(
+    group: Hashable, member: int, start: int, expected: int, end: int, slots: int
+) -> None:
+    """Requires a turn that begins where the tokens before it end, and fits.
+
+    Args:
+      group: Whose.
+      member: Likewise.
+      start: Where it says that it begins.
+      expected: Tokens of the prompt and the turns before.
+      end: Behind its last token.
+      slots: Tokens of the longest trajectory.
+    """
+    if start != expected:
+        raise ValueError(
+            f"group {group!r} member {member} brings a turn that starts at token "
+            f"{start}, behind {expected} tokens; add every turn once, in order"
+        )
+    if end > slots:
+        raise ValueError(
+            f"group {group!r} member {member} brings a turn up to token {end} and its "
+            f"Segments keeps {slots}; raise its `slots`"
+        )
+
+
 def check_prompt(group: Hashable, prompt: Any, shared: bool) -> None:
     """Requires a prompt where the surrogate is in pieces, and only there."""
     if shared and prompt is None:

@@ -1,4 +1,4 @@
-"""What a bench found: one object for programs, two tables for people.
+"""What a bench found: one object for programs, two or three tables for people.
 
 All figures are medians over the steps; a speed-up is the median of the ratios of single
 steps, which have the same trajectories and the same waits. Nothing is measured here.
@@ -7,14 +7,13 @@ steps, which have the same trajectories and the same waits. Nothing is measured 
 import dataclasses
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from thundersync_jax import calibration, tables
 from thundersync_jax.display import Display
 from thundersync_jax.live import Live
-from thundersync_jax.schedule import RELEASES
 from thundersync_jax.tables import Column
 from thundersync_jax.timing import group_correlation
 from thundersync_jax.types import Trajectory
@@ -49,6 +48,29 @@ _COST_COLUMNS = (
 )
 
 
+_TEACHER_COLUMNS = (
+    Column("release", 10, left=True),
+    Column("learner\nover batch", 10),
+    Column("tail\nover batch", 10),
+    Column("peak\nMiB", 8),
+    Column("teacher over\ntrajectory tokens", 17),
+)
+
+
+class Cost(NamedTuple):
+    """What a step with a teacher took beside time.
+
+    Attributes:
+      peak_bytes: On the learner's fullest device, as module `peak_bytes` counts them.
+      teacher_tokens: That went through the teacher.
+      trajectory_tokens: That trajectories had.
+    """
+
+    peak_bytes: int
+    teacher_tokens: int
+    trajectory_tokens: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Round:
     """One step under every rule, and what its calls cost beside an idle learner's.
@@ -58,6 +80,7 @@ class Round:
 
     lives: dict[str, Live]
     contention: dict[str, float]
+    costs: dict[str, Cost] = dataclasses.field(default_factory=dict)  # with a teacher
 
 
 def figures(rounds: Sequence[Round], facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -94,7 +117,7 @@ def figures(rounds: Sequence[Round], facts: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _summary(release: str, rounds: Sequence[Round]) -> dict[str, Any]:
-    """Medians over the steps."""
+    """Medians over the steps; the peak is over all of them, tokens are added up."""
     lives = [r.lives[release] for r in rounds]
     dispatch = [secs for one in lives for secs in one.dispatch_secs]
 
@@ -121,6 +144,19 @@ def _summary(release: str, rounds: Sequence[Round]) -> dict[str, Any]:
         "padded_over_real_tokens": median(
             lambda one: one.step.report.padded_over_real_tokens
         ),
+        **_teaching([r.costs[release] for r in rounds if release in r.costs]),
+    }
+
+
+def _teaching(costs: Sequence[Cost]) -> dict[str, float]:
+    """What is told only where a teacher scored."""
+    if not costs:
+        return {}
+    tokens = sum(cost.teacher_tokens for cost in costs)
+    of_trajectories = sum(cost.trajectory_tokens for cost in costs)
+    return {
+        "peak_bytes": max(cost.peak_bytes for cost in costs),
+        "teacher_tokens_over_trajectory_tokens": _ratio(tokens, of_trajectories),
     }
 
 
@@ -178,7 +214,7 @@ def _median(values: list[float]) -> float:
 
 
 def show(display: Display, result: Mapping[str, Any]) -> None:
-    """The figures as two tables and a few lines."""
+    """The figures as two or three tables and a few lines."""
     releases = result["releases"]
     batch = releases["batch"]
     speedup = {"batch": 1.0} | result["speedup"]
@@ -213,8 +249,23 @@ def show(display: Display, result: Mapping[str, Any]) -> None:
     title = f"Medians of {len(batch['step_secs'])} steps"
     display.table(_TIME_COLUMNS, times, title)
     display.table(_COST_COLUMNS, costs, "Against the formula, and what streaming costs")
+    if "peak_bytes" in batch:
+        rows = [_teacher_row(name, releases[name], batch) for name in releases]
+        display.table(_TEACHER_COLUMNS, rows, "Work, memory and the teacher")
     for line in _remarks(result):
         display.line(line)
+
+
+def _teacher_row(
+    name: str, found: Mapping[str, Any], batch: Mapping[str, Any]
+) -> list[str]:
+    return [
+        name,
+        f"{_ratio(found['learner_secs'], batch['learner_secs']):.2f}x",
+        f"{_ratio(found['tail_secs'], batch['tail_secs']):.2f}x",
+        tables.number(found["peak_bytes"] / 2**20, 1),
+        tables.number(found["teacher_tokens_over_trajectory_tokens"]),
+    ]
 
 
 def _ratio(one: float, other: float) -> float:
@@ -255,7 +306,8 @@ def _remarks(result: Mapping[str, Any]) -> Iterator[str]:
     apart = _ratio(batch["rollout_secs"], batch["learner_secs"])
     if result["latency_scale"] != 1.0 and not abs(apart - 1) <= calibration.TOLERANCE:
         yield f"rollouts took {apart:.2f} times the learner's work; meant was 1"
-    least = min(releases[release]["learner_secs"] for release in RELEASES)
+    rules = releases.keys() - {PLAIN}
+    least = min(releases[release]["learner_secs"] for release in rules)
     if batch["learner_secs"] > (1 + _NOISE) * least:
         yield (
             "batch took more learner time than another rule, for the same gradients or "

@@ -63,6 +63,11 @@ class Samples:
         """A trajectory that trains nothing: of these ids, or without meaning."""
         return objective.untrained(tokens, ids, self._loss, self.width)
 
+    def made_up(self, length: int, start: int) -> Padded:
+        """One untrained token of a trajectory's, padded to a length of segments."""
+        one = self.untrained(start + 1)
+        return objective.segment_sample(one, self._loss, (length,), start)
+
     def weight(self, trajectory: Trajectory) -> float:
         """What the turns of a complete trajectory are multiplied by."""
         return objective.trajectory_weight(trajectory, self._loss)

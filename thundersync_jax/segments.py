@@ -99,7 +99,7 @@ class Turn(NamedTuple):
       gradient: Of its `additive`, with respect to the parameters.
       state: After it.
       pulled: Cotangents of `kept`, all segments so far added up, float32.
-      of_last: Cotangent of `last` before it.
+      of_last: Cotangent of `last` before it, float32.
       evaluated: Its parts, one row.
     """
 
@@ -202,7 +202,7 @@ def turn(
         gradient,
         State(kept, own.last),
         _added(pulled, of_state.kept),
-        of_state.last,
+        jax.tree.map(lambda x: x.astype(sum_dtype(x.dtype)), of_state.last),
         Evaluated(row[None], all_finite(found)),
     )
 
@@ -243,7 +243,7 @@ def replay(
     # What its own tokens and all behind them were given has been passed on.
     before = functools.partial(_before, segments.axis, start=start)
     pulled = jax.tree.map(before, added)
-    of_last = jax.tree.map(jnp.add, of_last_before, of_state.last)
+    of_last = _added(of_last_before, of_state.last)
     return Replayed(gradient, pulled, of_last, _no_rows(found))
 
 

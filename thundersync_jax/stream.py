@@ -41,7 +41,7 @@ class GradientStream:
       surrogate: Maps (params, sample) to a `Surrogate`, or (params, frozen, sample)
         where `frozen` is given. Pass the same function object in every step: compiled
         programs belong to it. Or a `Segments`: then the members of a group continue a
-        prompt, which runs forward and backward once, and samples are what follows it.
+        prompt, which runs forward and backward once; samples are what follows it.
       params: Parameters to differentiate, floating-point arrays. Where they lie on a
         mesh with an axis named "replica", every index of it works on its own.
       estimator: Group advantage (module `advantages`), or None where there are no
@@ -61,8 +61,8 @@ class GradientStream:
         takes one sample, and of a group that misses rewards those with the first two
         distinct rewards only; a sum takes 8,191 addends, which are the distinct rewards
         of each group, or all samples where no group is needed or something is additive.
-      policy_version: Of `params`; samples of another one are refused. Where it is None
-        the first version seen is the one.
+      policy_version: Of `params`; samples of another one are refused. None takes the
+        first version seen.
       frozen: Further arrays for the surrogate, such as a reference policy. No gradient.
       rows_per_call: How many samples share a gradient call where that many wait whose
         gradients are needed as one sum only: final ones, or those of one open group
@@ -97,9 +97,10 @@ class GradientStream:
         on_compile: Callable[[str], None] | None = None,
     ):
         refusals.check_functions(surrogate, estimator)
-        kinds = {"release": release, "partial_groups": partial_groups}
-        kinds |= {"uniform_groups": uniform_groups, "accumulator": accumulator}
-        refusals.check_choices(denominator, **kinds)
+        refusals.check_choices(
+            denominator, release=release, partial_groups=partial_groups,
+            uniform_groups=uniform_groups, accumulator=accumulator,
+        )  # fmt: skip
         refusals.check_uniform(uniform_groups, estimator)
         refusals.check_count("rows_per_call", rows_per_call, "give at least 1")
         self._learner = Learner(surrogate, params, frozen, accumulator, on_compile)
@@ -108,7 +109,7 @@ class GradientStream:
         self._scope = self._coefficients.scope
         self._lossy = "drop" in (partial_groups, uniform_groups)
         self._exact = accumulator == "exact"
-        any_reward = estimator is not None and estimator.affine and not self._exact
+        few = self._scope != "member" and (self._exact or not estimator.affine)
         self._schedule = Schedule(
             Rules(
                 release,
@@ -117,7 +118,7 @@ class GradientStream:
                 rewards=estimator is not None,
                 drop_partial=partial_groups == "drop",
                 drop_uniform=uniform_groups == "drop",
-                most_rewards=None if any_reward or self._scope == "member" else 2,
+                most_rewards=2 if few else None,
                 exact=self._exact,
                 rows_per_call=1 if self._exact else rows_per_call,
                 pad_last=pad_last,
@@ -151,11 +152,12 @@ class GradientStream:
         """
         self._life.check()
         refusals.check_prompt(group, prompt, self._learner.prompts is not None)
-        self._schedule.open_group(group, members, refusals.baseline(group, baseline))
         if prompt is not None:
             padded = Padded.of(prompt)
-            self._ledger.prompts[group] = padded.real_tokens, padded.padded_tokens
             tree = jax.tree.map(signature.sample_leaf, padded.tree)
+        self._schedule.open_group(group, members, refusals.baseline(group, baseline))
+        if prompt is not None:
+            self._ledger.prompts[group] = padded.real_tokens, padded.padded_tokens
             self._learner.prompts.open(group, tree)
 
     def sample(
@@ -298,8 +300,8 @@ class GradientStream:
         ledger, parts = self._ledger, self._learner.structure
         denominator = ledger.denominator(self._denominator)
         values = jax.device_get([computed.evaluated for computed in ledger.calls])
-        ledger.check_prompts([(g, jax.device_get(f)) for g, f in ledger.prompt_calls])
         ledger.check_finite(values, bool(parts and parts.additive))
+        ledger.check_prompts(jax.device_get(ledger.prompt_finite))
         gradient, norm = self._learner.finish(denominator)
         ledger.check_norm(norm)
         report = ledger.report(
@@ -369,11 +371,7 @@ class GradientStream:
             self._open.discard(fold.place)
             self._learner.fold(fold, self._coefficients.table(fold.unit))
         for prompt in self._schedule.prompts() if self._learner.prompts else ():
-            for replica, evaluated in self._learner.close(prompt):
-                self._ledger.record_prompt(prompt.group, evaluated)
-                if self._on_call:
-                    one = prompt._replace(replicas=(replica,))
-                    self._on_call(one, evaluated.finite)
+            self._learner.close(prompt, self._ledger.record_prompt, self._on_call)
 
     def _start(self, call: Call) -> None:
         ledger, first = self._ledger, call.items[0]

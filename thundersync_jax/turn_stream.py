@@ -10,6 +10,7 @@ over the trajectories that count, `additive_i` summed over their turns. It is th
 that `GradientStream` makes of whole trajectories; module `segments` says what it costs.
 """
 
+import collections
 import dataclasses
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -116,6 +117,7 @@ class TurnStream:
         self._version = policy_version
         self._on_call = on_call
         self._places: dict[int, _Open] = {}
+        self._tokens: collections.Counter = collections.Counter()  # by (group, member)
         self._open_max = 0
         self._life = Lifetime()
 
@@ -131,11 +133,13 @@ class TurnStream:
         self._life.check()
         if prompt is not None:
             refusals.check_prompt(group, prompt, self._segments is not None)
+            padded = Padded.of(prompt)
+            tree = jax.tree.map(signature.sample_leaf, padded.tree)
         self._turns.roster.open_group(group, members)
         if prompt is not None:
-            padded = Padded.of(prompt)
             self._ledger.prompts[group] = padded.real_tokens, padded.padded_tokens
-            tree = jax.tree.map(signature.sample_leaf, padded.tree)
+            start = padded.real_tokens
+            self._tokens.update({(group, member): start for member in range(members)})
             self._learner.prompts.open(group, tree)
 
     def turn(
@@ -171,7 +175,9 @@ class TurnStream:
         self._turns.roster.incomplete(group, member, "a turn")
         bucket = self._learner.bucket(group, sample)
         parts = self._learner.examine(sample, bucket, None)
+        self._check_place(group, member, padded)
         item = self._turns.turn(group, member, bucket, trained=tokens != 0)
+        self._tokens[group, member] += padded.real_tokens
         self._ledger.samples[item[:3]] = Record(
             self._learner.put(sample), count, padded.real_tokens, padded.padded_tokens
         )
@@ -235,14 +241,14 @@ class TurnStream:
         self._life.check()
         refusals.check_settled(self._turns.roster.outstanding())
         while self.advance():
-            self._learner.wait()
+            self._learner.wait(self._turns.waits_for)
         assert not self._turns.unfinished
         self._life.ended = "is finished"
         ledger, parts = self._ledger, self._learner.structure
         denominator = ledger.denominator(self._denominator)
         values = jax.device_get([computed.evaluated for computed in ledger.calls])
-        ledger.check_prompts([(g, jax.device_get(f)) for g, f in ledger.prompt_calls])
         ledger.check_finite(values, additive=True)
+        ledger.check_prompts(jax.device_get(ledger.prompt_finite))
         gradient, norm = self._learner.finish(denominator)
         ledger.check_norm(norm)
         report = ledger.report(
@@ -268,6 +274,15 @@ class TurnStream:
         """Groups that do not count, in order of closing."""
         return list(self._ledger.lost)
 
+    def _check_place(self, group: Hashable, member: int, padded: Padded) -> None:
+        """Lengths are known of `Padded` turns alone."""
+        if self._segments is None or padded.padded_tokens == 1:
+            return
+        start, expected = int(padded.tree["start"]), self._tokens[group, member]
+        end = start + padded.real_tokens
+        slots = self._segments.slots
+        refusals.check_place(group, member, start, expected, end, slots)
+
     def _settle(self, close: Close | None) -> None:
         if close is not None and close.verdict != "kept":
             self._ledger.lost[close.group] = close.verdict
@@ -280,11 +295,7 @@ class TurnStream:
         for fold in self._turns.folds():
             self._close(fold, self._places.pop(fold.place, None))
         for prompt in self._turns.prompts() if self._segments else ():
-            for replica, evaluated in self._learner.close(prompt):
-                self._ledger.record_prompt(prompt.group, evaluated)
-                if self._on_call:
-                    one = prompt._replace(replicas=(replica,))
-                    self._on_call(one, evaluated.finite)
+            self._learner.close(prompt, self._ledger.record_prompt, self._on_call)
 
     def _close(self, fold: TurnFold, one: _Open | None) -> None:
         """The sum of a trajectory joins the batch, or is forgotten."""
@@ -296,7 +307,7 @@ class TurnStream:
         prompts = self._learner.prompts
         if prompts is not None and prompts.tree(fold.group) is not None:
             shared = prompts.of(fold.group, fold.replica)
-            given = shared.state, one.pulled, one.of_lasts[0], np.float32(weight)
+            given = shared.state, one.pulled, one.of_lasts[0], np.float64(weight)
             replica = self._learner.replicas[fold.replica]
             found = replica.run(seg.of_prompt, self._segments, *given)
             shared.sums.direct(0, found)

@@ -116,6 +116,7 @@ class Schedule:
     def fail(self, group: Hashable, member: int) -> Close | None:
         """Withdraws an unsettled member. Returns what this closes."""
         self._roster.fail(group, member)
+        self._unstarted[group] -= len(self._roster.groups[group].members[member].items)
         return self._settle(group, member)
 
     def survivors(self, group: Hashable) -> dict[int, float | None]:

@@ -11,6 +11,7 @@ its group is kept. Ready work, served in this order:
     new       a first turn, where a place is free; of complete trajectories first
 """
 
+import collections
 import dataclasses
 from collections.abc import Hashable
 from typing import NamedTuple
@@ -140,7 +141,7 @@ class Turns:
 
         Args:
           free: Replicas, not empty. A trajectory stays where its first turn ran; a new
-            one takes the first of them in order.
+            one goes where the fewest are open.
         """
         ready = [
             one
@@ -152,7 +153,7 @@ class Turns:
             return None
         one = min(ready, key=_preference)
         if one.place is None:
-            one.place, one.replica = self._free.pop(), min(free)
+            one.place, one.replica = self._free.pop(), self._emptiest(free)
         item = one.next_turn
         replay = one.started == one.wanted
         self._replicas.setdefault(item.group, set()).add(one.replica)
@@ -186,6 +187,20 @@ class Turns:
                 done.append(Prompt(group, tuple(sorted(replicas)), kept))
         return done
 
+    @property
+    def waits_for(self) -> set[int] | None:
+        """Replicas that ready work belongs to; None where any would do."""
+        ready = [t for t in self._trajectories.values() if t.next_turn is not None]
+        if self._free and any(one.place is None for one in ready):
+            return None
+        return {one.replica for one in ready if one.place is not None}
+
+    def _emptiest(self, free: set[int]) -> int:
+        there = collections.Counter(
+            one.replica for one in self._trajectories.values() if one.place is not None
+        )
+        return min(free, key=lambda replica: (there[replica], replica))
+
     def _settle(self, group: Hashable) -> Close | None:
         state = self.roster.groups[group]
         verdict = self.roster.verdict(group)
@@ -205,5 +220,4 @@ class Turns:
 
 def _preference(one: _Trajectory):
     """Smaller is sooner."""
-    placed = one.place is not None
-    return not (placed and one.complete), not placed, not one.complete, one.order
+    return one.place is None, not one.complete, one.order
