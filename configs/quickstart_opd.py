@@ -33,13 +33,14 @@ VARIANTS = ("teacher",)
 
 def get_config(variant: str | None = None) -> Config:
     student = Config(
-        steps=100,
+        steps=120,
         partial_groups="keep",
+        open_trajectories=64,
         optim=OptimConfig(learning_rate=1e-3, warmup_steps=5),
         loss=LossConfig(advantage="none", distill="sampled_reverse_kl"),
         rollout=RolloutConfig(
             groups_per_step=32,
-            group_size=4,
+            group_size=8,
             slots=128,
             context_tokens=32,
             turn_tokens=12,

@@ -1,6 +1,8 @@
 """Eight fake CPU devices, no leniency, no screen; set before jax makes a backend."""
 
+import gc
 import os
+import pathlib
 
 import jax
 import pytest
@@ -22,6 +24,21 @@ QUICK = [
     ("xla_backend_optimization_level", 0),
     ("xla_cpu_use_fusion_emitters", False),
 ]
+
+
+# Of a process's memory mappings Linux allows 65,530 and each program takes some;
+# beyond, compiling ends in a segmentation fault.
+MOST_MAPPINGS = 25_000
+MAPPINGS = pathlib.Path("/proc/self/maps")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_programs():
+    """Forgets what earlier modules compiled before it becomes too much."""
+    yield
+    if MAPPINGS.exists() and MAPPINGS.read_bytes().count(b"\n") > MOST_MAPPINGS:
+        jax.clear_caches()
+        gc.collect()
 
 
 def pytest_collection_modifyitems(items):

@@ -7,6 +7,8 @@ import pytest
 
 from thundersync_jax.ops import distill
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
 # A few roundings of float32 at magnitude 1.
 FLOAT32 = 2e-6
 # The same of values around 5, and of what one minus a sum leaves.

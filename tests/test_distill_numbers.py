@@ -12,6 +12,8 @@ from toy_stream import EXACT, every_way
 from thundersync_jax import Surrogate
 from thundersync_jax.ops import distill, logprobs, losses
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
 FLOAT32 = 2e-6  # a few roundings at magnitude 1
 POLICY, TEACHER = np.log(np.float32([0.7, 0.3])), np.log(np.float32([0.5, 0.5]))
 STUDENT_LOGITS, TEACHER_LOGITS = np.float32([1.0, 0.0]), np.float32([2.0, 0.0])

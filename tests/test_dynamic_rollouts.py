@@ -16,6 +16,8 @@ from thundersync_jax.run import Run
 from thundersync_jax.schedule import RELEASES
 from thundersync_jax.step import run_step
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
 
 def test_threads_decide_nothing_either():
     """Rollouts in their own threads, whose verdicts take random times."""

@@ -11,6 +11,8 @@ from thundersync_jax.config import ModelConfig
 from thundersync_jax.models import transformer
 from thundersync_jax.ops import logprobs
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
 # A few roundings of float32 at magnitude 1; of float64, after a difference quotient.
 FLOAT32 = 1e-5
 DIFFERENCES = 1e-7

@@ -17,6 +17,8 @@ from thundersync_jax import Surrogate, advantages, sums
 from thundersync_jax.ops import exact_sum
 from thundersync_jax.schedule import RELEASES
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
 SAMPLE_STD = advantages.mean_std(ddof=1, eps=1e-6)
 LEAVE_ONE_OUT_STD = advantages.leave_one_out_std(ddof=1, eps=0.0)
 

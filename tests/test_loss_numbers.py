@@ -20,6 +20,8 @@ from thundersync_jax.replica import Replica
 from thundersync_jax.schedule import RELEASES
 from thundersync_jax.train import _from_report
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
 STUDENT = np.float32([1.0, 0.0])
 TEACHER = jax.nn.log_softmax(np.float32([2.0, 0.0]))
 POLICY = np.log(np.float32([0.7, 0.3]))

@@ -13,6 +13,8 @@ from thundersync_jax.config import ModelConfig
 from thundersync_jax.models import layers, transformer
 from thundersync_jax.ops import logprobs, losses
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
 # Two float32 programs of one function: sums of a few hundred terms in another order.
 FLOAT32 = 1e-5
 # Float64 against float64; the rest is the reference's own rounding.

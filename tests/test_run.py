@@ -16,6 +16,8 @@ from thundersync_jax.run import Run
 from thundersync_jax.types import TrajectoryKey
 from thundersync_jax.warm_start import demonstrations
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
 
 @pytest.fixture(scope="module", autouse=True)
 def programs(tmp_path_factory):

@@ -22,6 +22,8 @@ from thundersync_jax.evaluate import Evaluation
 from thundersync_jax.mesh import make_mesh
 from thundersync_jax.models import transformer
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
 MODEL = ModelConfig(layers=1, width=16, mlp_width=32, heads=2, kv_heads=2, head_dim=8)
 # For every setting another value.
 OTHER_MODEL = {

@@ -24,6 +24,8 @@ from thundersync_jax import (
 from thundersync_jax.errors import StreamError
 from thundersync_jax.replica import IN_FLIGHT, Replica
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
 PARTS = {
     "weighted": oracle.weighted_only,
     "both": oracle.both_parts,

@@ -16,6 +16,8 @@ from thundersync_jax import GradientStream, Surrogate, advantages, pad
 from thundersync_jax.ops import losses
 from thundersync_jax.schedule import RELEASES
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
 
 def test_token_mean_does_not_depend_on_the_cut():
     """Pieces divided by their own tokens (huggingface/trl#3021,

@@ -14,6 +14,8 @@ from toy_stream import EXACT, FAIL, MEAN, additive, every_way, feed, toy, weight
 from thundersync_jax import GradientStream, advantages
 from thundersync_jax.schedule import RELEASES
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
 
 @pytest.mark.parametrize("pieces", [1, 4, 12])
 def test_gradient_norm_does_not_grow_with_the_number_of_pieces(pieces):
