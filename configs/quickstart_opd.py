@@ -74,6 +74,7 @@ def get_config(variant: str | None = None) -> Config:
         student,
         steps=1,
         seed=1000,
+        open_trajectories=8,
         optim=OptimConfig(learning_rate=0.0),
         loss=LossConfig(advantage="mean_only"),
         model=ModelConfig(width=128, mlp_width=384, heads=8, kv_heads=8),

@@ -85,12 +85,13 @@ def drive(
     """
     rng = np.random.default_rng(0)
     stream = run.new_stream(params, version=0)
+    empty = run.samples.whole(run.samples.untrained(_LENGTH))
     for group in range(groups):
         stream.open_group(group, members)
     ending = [groups - 1, *rng.permutation(groups - 1)]  # sums go to the first ones
     for member in range(members):
         for group in ending if member == members - 1 else range(groups):
-            sample = run.empty_sample(_LENGTH).tree | {
+            sample = empty.tree | {
                 "tokens": rng.integers(0, 256, _LENGTH, dtype=np.int32),
                 "weights": np.full(_LENGTH, 1 / _LENGTH, np.float32),
             }

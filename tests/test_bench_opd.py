@@ -1,5 +1,6 @@
 """The bench of distillation: what turn release costs, and what the teacher ran."""
 
+import gc
 import json
 import math
 import pathlib
@@ -197,6 +198,7 @@ def test_contention_tells_turns_from_replays_and_leaves_prompts_out():
 
 def test_each_buffer_is_counted_once_on_the_fullest_device():
     devices = first, second = jax.devices()[:2]
+    gc.collect()  # what other tests have left and nobody holds
     before = alive_bytes([first]), alive_bytes([second])
     # More than whatever other tests have left there.
     zeros = np.zeros((2, max(before) // 8 + 1000), np.float32)

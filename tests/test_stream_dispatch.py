@@ -13,8 +13,6 @@ from thundersync_jax import GradientStream, Surrogate, advantages
 from thundersync_jax.replica import IN_FLIGHT, Replica
 from thundersync_jax.schedule import RELEASES
 
-pytestmark = pytest.mark.usefixtures("quick_programs")
-
 SAME_NUMBER = {
     "python": lambda x: x,
     "numpy scalar": np.float32,

@@ -193,6 +193,7 @@ def short(config):
         "rollout.group_size": 4,
         "rollout.slots": 8,
         "rollout.gradient_buckets": config.rollout.gradient_buckets[-1:],
+        "rollout.segment_buckets": config.rollout.segment_buckets[-1:],
         "mesh.rows_per_call": 1,
         "env.tool_latency.kind": "none",
         "env.verify_latency.kind": "none",
