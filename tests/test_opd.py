@@ -8,13 +8,13 @@ import echo_task
 import numpy as np
 import pytest
 
-from thundersync_jax import samples, teaching, train
+from thundersync_jax import comparison, samples, teaching, train
 from thundersync_jax.display import Display
 from thundersync_jax.envs.base import Observation
 from thundersync_jax.errors import ConfigError, StreamError
 from thundersync_jax.metrics import METRICS, read
 from thundersync_jax.run import Run
-from thundersync_jax.step import run_step
+from thundersync_jax.step import roll_out, run_step
 from thundersync_jax.verify import verify
 
 RELEASES = ("batch", "trajectory", "turn")
@@ -184,6 +184,36 @@ def test_every_rule_makes_the_same_update(teacher, tmp_path, settings):
     found = verify(config, tmp_path, steps=1)
     assert found["passed"], found
     assert found["streamed_share"] > 0.5
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"loss.distill": "forward_kl", "loss.distill_top_k": 8},
+        {"loss.advantage": "mean_only"},
+    ],
+    ids=["sampled", "top-k", "mixed"],
+)
+def test_a_shared_prompt_changes_no_update(teacher, tmp_path, settings):
+    """The same trajectories, their prompts in every sample and once per group."""
+    alone = student(teacher, **settings)
+    together = echo_task.replace(alone, {"share_prompt": "group"})
+    make = echo_task.scripted([1.0, 0.0, 0.0, 1.0])
+    found = []
+    for name, config in (("alone", alone), ("together", together)):
+        with Run(config, tmp_path / name, make, on_line=lambda line: None) as run:
+            params = run.initial_params()
+            if not found:
+                run.publish(params, 0)
+                given = comparison.in_order(roll_out(run, 1, 0)[0])
+                events = comparison.with_turns(given, np.random.default_rng(0))
+            for release in config.releases:
+                found.append(comparison.replay(run, params, events, release))
+    for other in found[1:]:
+        gap = comparison.relative_difference(other.gradient, found[0].gradient)
+        assert gap < 1e-5
+        assert other.report.loss == pytest.approx(found[0].report.loss, rel=1e-5)
 
 
 def test_rewards_and_a_teacher_in_one_loss(teacher, tmp_path):

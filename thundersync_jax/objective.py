@@ -268,10 +268,10 @@ def untrained(
     scores = None
     if loss.distill != "none":
         columns = token_numbers.teacher_columns(loss, width)
-        likeliest = token_numbers.teacher_kind(loss) == "top_k"
-        ids = np.zeros((tokens, columns), np.int32) if likeliest else None
+        likeliest = np.zeros((tokens, columns), np.int32)
+        named = token_numbers.teacher_kind(loss) == "top_k"
         rows = np.zeros((tokens, columns), np.float32)
-        scores = TeacherScores(rows, ids, mask)
+        scores = TeacherScores(rows, likeliest if named else None, mask)
     return Trajectory(
         key=TrajectoryKey(0, 0, 0),
         ids=np.zeros(tokens, np.int32) if ids is None else ids,
