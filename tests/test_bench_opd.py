@@ -1,6 +1,5 @@
 """The bench of distillation: what turn release costs, and what the teacher ran."""
 
-import functools
 import gc
 import json
 import math
@@ -11,9 +10,10 @@ import time
 
 import echo_task
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from thundersync_jax import bench as bench_module
 from thundersync_jax import calibration, mesh, peak_bytes, report, train
@@ -204,9 +204,12 @@ def test_each_buffer_is_counted_once_on_the_fullest_device():
     # More than whatever other tests have left there.
     zeros = np.zeros((2, max(before) // 8 + 1000), np.float32)
     size = zeros.nbytes
-    # Aligned by chance, numpy's memory itself would be the buffer of all three.
-    put = functools.partial(jax.device_put, zeros, may_alias=False)
-    one = put(first)
+
+    def put(place):
+        # Aligned by chance, numpy's memory itself would be the buffer of all three.
+        return jax.jit(lambda: jnp.zeros(zeros.shape), out_shardings=place)()
+
+    one = put(SingleDeviceSharding(first))
     assert alive_bytes(devices) == alive_bytes([first]) == before[0] + size
     assert alive_bytes([second]) == before[1]
     both = mesh.make_mesh(replica=2, devices=devices)
