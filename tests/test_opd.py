@@ -15,6 +15,7 @@ from thundersync_jax.errors import ConfigError, StreamError
 from thundersync_jax.metrics import METRICS, read
 from thundersync_jax.run import Run
 from thundersync_jax.step import roll_out, run_step
+from thundersync_jax.types import StopReason
 from thundersync_jax.verify import verify
 
 RELEASES = ("batch", "trajectory", "turn")
@@ -132,6 +133,21 @@ def test_missing_scores_are_refused(teacher, tmp_path):
         partly = dataclasses.replace(given[3].teacher, known=known)
         with pytest.raises(StreamError, match="scores of 1 of 6 trained tokens are"):
             made.whole(dataclasses.replace(given[3], teacher=partly))
+
+
+def test_turns_of_a_failed_trajectory_are_replayed_as_far_as_scored(teacher, tmp_path):
+    config = student(teacher, **{"rollout.cut_actions": "run"})
+    with Run(config, tmp_path, on_line=lambda line: None) as run:
+        first, *others = rolled_out(run).trajectories
+        scores = dataclasses.replace(first.teacher, known=first.teacher.known & False)
+        failed = StopReason.TEACHER_ERROR
+        lost = dataclasses.replace(first, teacher=scores, stop_reason=failed)
+        events = comparison.with_turns(
+            comparison.in_order([lost, *others]), np.random.default_rng(0)
+        )
+        assert {e.kind for e in events if e.trajectory is lost} == {"fail"}
+        found = comparison.replay(run, run.initial_params(), events, "turn")
+    assert found.report.failed_members == 1
 
 
 def test_a_teacher_of_other_words_is_refused(teacher, tmp_path):

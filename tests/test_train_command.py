@@ -161,7 +161,7 @@ def test_own_task_trains_from_outside_the_package(tmp_path, environment):
     assert {"timeline.json", "timeline.png", "success.png", "result.json"} <= made
 
 
-SMALLER = {"bench_gpu": ":smoke", "bench_opd": ":turns2"}  # what a CPU can hold
+SMALLER = {"bench_gpu": ":smoke", "bench_opd": ":teacher"}  # what a CPU can hold
 OTHERS = [p for p in sorted(ROOT.glob("configs/*.py")) if p.stem != "own_task"]
 
 

@@ -157,6 +157,23 @@ def test_a_turn_out_of_place_is_refused(params):
     refused(lambda: stream.turn(0, 0, piece(0, 0)), ["token 4", "keeps 3", "slots"])
 
 
+def test_empty_pieces_and_samples_out_of_place_are_refused(params):
+    """A piece without a last token went on from padding; a sample out of place had
+    keys that it should not see, or missed some."""
+    segments = toy.segments("weighted")
+    stream = GradientStream(segments, params, estimator=advantages.mean_only())
+    refused(lambda: stream.open_group(0, 1, prompt=piece(0, 0, 2, 2)), ["0 tokens"])
+    stream.open_group(0, 1, prompt=piece(0, 0, 0, 2))
+    refused(lambda: stream.sample(0, 0, piece(0, 0, 3, 4)), ["token 3", "behind 2"])
+    refused(lambda: stream.sample(0, 0, piece(0, 0, 2, 2)), ["0 tokens"])
+    stream.sample(0, 0, piece(0, 0, 2, 4))
+    turns = TurnStream(toy.segments(), params)
+    refused(lambda: turns.open_group(0, 1, prompt=piece(0, 0, 2, 2)), ["0 tokens"])
+    turns.open_group(0, 1, prompt=piece(0, 0, 0, 2).tree)  # of unknown length
+    turns.turn(0, 0, piece(0, 0, 2, 4))
+    refused(lambda: turns.turn(0, 0, piece(0, 0, 4, 4), tokens=0), ["0 tokens"])
+
+
 @pytest.mark.parametrize("parts", ["weighted", "both"])
 def test_a_part_for_advantages_is_refused_turn_by_turn(params, parts):
     stream = TurnStream(toy.segments(parts), params)

@@ -191,7 +191,7 @@ def with_turns(events: Sequence[Event], rng: np.random.Generator) -> list[Event]
     placed = [(float(i), event) for i, event in enumerate(events)]
     for i, event in enumerate(events):
         if event.kind != "reward":
-            turns = telling.turns(event.trajectory)
+            turns = telling.scored_turns(event.trajectory)
             times = np.sort(rng.uniform(-1, i, len(turns)))
             both = zip(times, turns, strict=True)
             placed += [(t, Event("turn", event.trajectory, *turn)) for t, turn in both]

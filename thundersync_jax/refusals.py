@@ -6,6 +6,7 @@ import operator
 from collections.abc import Hashable
 from typing import Any, Literal, get_args
 
+from thundersync_jax.buckets import Padded
 from thundersync_jax.combinations import MOST_ADDENDS
 from thundersync_jax.errors import StreamError
 from thundersync_jax.ledger import PartialGroups
@@ -67,6 +68,22 @@ def check_context(context: str, in_pieces: bool) -> None:
         )
 
 
+def check_behind(group: Hashable, member: int, sample: Any, prompt: Any) -> None:
+    """Requires a `Padded` sample to begin where the prompt of its group ends.
+
+    Args:
+      group: Whose.
+      member: Likewise.
+      sample: Of a stream; others than `Padded` ones do not tell their length.
+      prompt: Its real and padded tokens, None without one.
+    """
+    if prompt is None or not isinstance(sample, Padded) or prompt[1] == 1:
+        return
+    start = int(sample.tree["start"])
+    end = start + sample.real_tokens
+    check_place(group, member, start, prompt[0], end, end)
+
+
 def check_replicas(replicas: int, shared: bool, accumulator: str) -> None:
     """Requires one replica where prompts go through exact sums."""
     if shared and accumulator == "exact" and replicas > 1:
@@ -76,10 +93,19 @@ def check_replicas(replicas: int, shared: bool, accumulator: str) -> None:
         )
 
 
+def check_some(group: Hashable, tokens: int) -> None:
+    """Requires a piece of a trajectory to have a last token."""
+    if tokens < 1:
+        raise ValueError(
+            f"group {group!r} brings a piece of {tokens} tokens, which has no last one "
+            "to go on from; leave it out"
+        )
+
+
 def check_place(
     group: Hashable, member: int, start: int, expected: int, end: int, slots: int
 ) -> None:
-    """Requires a turn that begins where the tokens before it end, and fits.
+    """Requires a piece that begins where the tokens before it end, and fits.
 
     Args:
       group: Whose.
@@ -89,6 +115,7 @@ def check_place(
       end: Behind its last token.
       slots: Tokens of the longest trajectory.
     """
+    check_some(group, end - start)
     if start != expected:
         raise ValueError(
             f"group {group!r} member {member} brings a turn that starts at token "

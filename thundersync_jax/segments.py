@@ -254,9 +254,12 @@ def of_prompt(
     """What a replayed trajectory pulls of its prompt's state, times its weight."""
     start = jnp.zeros((), jnp.int32)
     found = State(_read(segments.axis, pulled, prompt.kept, start), of_last)
-    return jax.tree.map(
-        lambda x: x.astype(sum_dtype(x.dtype)) * jnp.asarray(weight, x.dtype), found
-    )
+
+    def weigh(x):
+        x = x.astype(sum_dtype(x.dtype))
+        return x * jnp.asarray(weight, x.dtype)
+
+    return jax.tree.map(weigh, found)
 
 
 def _run(segments, params, frozen, state, sample):

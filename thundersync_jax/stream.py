@@ -154,6 +154,7 @@ class GradientStream:
         refusals.check_prompt(group, prompt, self._learner.prompts is not None)
         if prompt is not None:
             padded = Padded.of(prompt)
+            refusals.check_some(group, padded.real_tokens)
             tree = jax.tree.map(signature.sample_leaf, padded.tree)
         self._schedule.open_group(group, members, refusals.baseline(group, baseline))
         if prompt is not None:
@@ -189,6 +190,7 @@ class GradientStream:
         tree = jax.tree.map(signature.sample_leaf, padded.tree)
         self._schedule.check_incomplete(group, member)
         bucket = self._learner.bucket(group, tree)
+        refusals.check_behind(group, member, sample, self._ledger.prompts.get(group))
         parts = self._learner.examine(tree, bucket, self._estimator)
         if self._exact:
             alone = parts.additive or self._scope == "member"

@@ -68,6 +68,15 @@ def reward(run: Run, stream: Stream, trajectory: Trajectory) -> None:
         stream.reward(*place, shaped, raw=trajectory.reward)
 
 
+def scored_turns(trajectory: Trajectory) -> Sequence[tuple[int, int]]:
+    """Its turns that a teacher has scored: of a failed one perhaps not all."""
+    mask, scores = trajectory.loss_mask, trajectory.teacher
+    known = np.zeros_like(mask) if scores is None else scores.known
+    missing = np.flatnonzero(mask & ~known)
+    first = missing[0] if len(missing) else len(mask)
+    return [(start, end) for start, end in turns(trajectory) if end <= first]
+
+
 def turns(trajectory: Trajectory) -> Sequence[tuple[int, int]]:
     """Where its turns begin and end: an observation (or the prompt), then an action."""
     mask = np.append(trajectory.loss_mask, False)

@@ -10,8 +10,8 @@ over the trajectories that count, `additive_i` summed over their turns. It is th
 that `GradientStream` makes of whole trajectories; module `segments` says what it costs.
 """
 
-import collections
 import dataclasses
+import math
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -117,7 +117,7 @@ class TurnStream:
         self._version = policy_version
         self._on_call = on_call
         self._places: dict[int, _Open] = {}
-        self._tokens: collections.Counter = collections.Counter()  # by (group, member)
+        self._tokens: dict[tuple[Hashable, int], float] = {}  # so far, NaN: unknown
         self._open_max = 0
         self._life = Lifetime()
 
@@ -134,12 +134,14 @@ class TurnStream:
         if prompt is not None:
             refusals.check_prompt(group, prompt, self._segments is not None)
             padded = Padded.of(prompt)
+            refusals.check_some(group, padded.real_tokens)
             tree = jax.tree.map(signature.sample_leaf, padded.tree)
         self._turns.roster.open_group(group, members)
         if prompt is not None:
             self._ledger.prompts[group] = padded.real_tokens, padded.padded_tokens
-            start = padded.real_tokens
-            self._tokens.update({(group, member): start for member in range(members)})
+            known = isinstance(prompt, Padded)
+            end = prompt.real_tokens if known else math.nan
+            self._tokens.update({(group, member): end for member in range(members)})
             self._learner.prompts.open(group, tree)
 
     def turn(
@@ -175,9 +177,9 @@ class TurnStream:
         self._turns.roster.incomplete(group, member, "a turn")
         bucket = self._learner.bucket(group, sample)
         parts = self._learner.examine(sample, bucket, None)
-        self._check_place(group, member, padded)
+        end = self._place(group, member, tree)
         item = self._turns.turn(group, member, bucket, trained=tokens != 0)
-        self._tokens[group, member] += padded.real_tokens
+        self._tokens[group, member] = end
         self._ledger.samples[item[:3]] = Record(
             self._learner.put(sample), count, padded.real_tokens, padded.padded_tokens
         )
@@ -274,14 +276,16 @@ class TurnStream:
         """Groups that do not count, in order of closing."""
         return list(self._ledger.lost)
 
-    def _check_place(self, group: Hashable, member: int, padded: Padded) -> None:
-        """Lengths are known of `Padded` turns alone."""
-        if self._segments is None or padded.padded_tokens == 1:
-            return
-        start, expected = int(padded.tree["start"]), self._tokens[group, member]
-        end = start + padded.real_tokens
-        slots = self._segments.slots
+    def _place(self, group: Hashable, member: int, tree: Tree) -> float:
+        """Tokens up to the end of a turn, NaN once one of unknown length came."""
+        tokens = self._tokens.get((group, member), 0)
+        if self._segments is None or not isinstance(tree, Padded):
+            return math.nan
+        start = int(tree.tree["start"])
+        expected = start if math.isnan(tokens) else tokens
+        end, slots = start + tree.real_tokens, self._segments.slots
         refusals.check_place(group, member, start, expected, end, slots)
+        return end if tokens == expected else math.nan
 
     def _settle(self, close: Close | None) -> None:
         if close is not None and close.verdict != "kept":
