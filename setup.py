@@ -38,6 +38,7 @@ setup(
             *TENSORBOARD,
             "hypothesis>=6.170.17,<7",
             "pytest>=8.2,<10",
+            "pytest-xdist>=3.8,<4",
             "ruff>=0.17.6,<0.18",  # one minor version: the next formats differently
         ],
     },
