@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from thundersync_jax.ops import losses
+from thundersync_jax.ops import losses, mismatch
 
 
 @pytest.mark.parametrize(
@@ -226,39 +226,6 @@ def test_importance_weights_are_detached():
     np.testing.assert_allclose(jax.grad(loss)(sampler), [-1.0, -1.0])
 
 
-def test_mismatch_measures_both_sides():
-    learner = np.array([-1.0, -2.0, -0.5, -9.0], np.float32)
-    sampler = np.array([-1.5, -1.0, -0.5, -1.0], np.float32)
-    trained = np.array([True, True, True, False])
-    got = losses.mismatch(learner, sampler, trained)
-    d = np.array([0.5, -1.0, 0.0])
-    expected = {
-        "abs_log_ratio": 1.5,
-        "max_abs_log_ratio": 1.0,
-        "kl": np.sum(np.exp(d) - 1 - d),
-        "tokens": 3.0,
-    }
-    assert got.keys() == expected.keys()
-    for name, value in expected.items():
-        np.testing.assert_allclose(got[name], value, rtol=1e-6)
-
-
-def test_mismatch_of_nothing_trained_is_zero():
-    got = losses.mismatch(jnp.full(2, jnp.nan), jnp.zeros(2), jnp.zeros(2, bool))
-    assert all(value == 0 for value in got.values())
-
-
-def test_the_measured_kl_is_of_the_sampler_against_the_learner():
-    """Outcomes weighed by the sampler's shares; the other way around it is .082283."""
-    learner, sampler = jnp.log(jnp.array([0.7, 0.3])), jnp.log(jnp.array([0.5, 0.5]))
-    got = [
-        losses.mismatch(learner[a : a + 1], sampler[a : a + 1], jnp.ones(1, bool))["kl"]
-        for a in (0, 1)
-    ]
-    expected = 0.5 * np.log(0.5 / 0.7) + 0.5 * np.log(0.5 / 0.3)
-    np.testing.assert_allclose(0.5 * got[0] + 0.5 * got[1], expected, rtol=1e-5)
-
-
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_nothing_at_a_masked_position_reaches_any_term(bad):
     """NovaSky-AI/SkyRL#1633 and jax-ml/jax#17070, in every argument per token."""
@@ -271,7 +238,7 @@ def test_nothing_at_a_masked_position_reaches_any_term(bad):
         kls = [
             losses.kl_penalty(logprob, other, weights, k) for k in ("k1", "k2", "k3")
         ]
-        measured = losses.mismatch(logprob, other, trained)
+        measured = mismatch.mismatch(logprob, other, trained)
         bonus = losses.entropy_bonus(extra, weights)
         return weighted + additive + sum(kls) + bonus + sum(measured.values())
 
@@ -302,7 +269,7 @@ def test_strict_dtypes_of_every_term():
             losses.entropy_bonus(one, half),
             losses.kl_penalty(one, half, one, "k2"),
             losses.importance_weights(one, half, trained, 2.0),
-            *losses.mismatch(one, half, trained).values(),
+            *mismatch.mismatch(one, half, trained).values(),
         ]
     assert {x.dtype for x in got} == {jnp.dtype("float32")}
 

@@ -68,6 +68,8 @@ def test_mismatch_of_sampler_and_learner_is_measured_without_being_asked(plain):
     for row in plain[1]:
         assert 0 < row["mismatch_mean"] < row["mismatch_max"] < 1e-3
         assert 0 <= row["mismatch_kl"] < 1e-6
+        assert row["mismatch_mean"] < row["mismatch_p99"] <= row["mismatch_max"]
+        assert row["mismatch_truncated_share"] == 0
 
 
 def test_tracked_baseline_follows_the_shaped_rewards_of_its_prompt(tmp_path):

@@ -1,6 +1,7 @@
 """Checks of single values: each ends in one line with value, expectation, way out."""
 
 import dataclasses
+import urllib.parse
 from typing import Any
 
 from thundersync_jax.errors import ConfigError
@@ -80,3 +81,25 @@ def effective(
             f"{shown}: only {users} {'use' if len(choices) > 1 else 'uses'} it",
             f"Set {prefix}{name} to {shown} or {prefix}{other} to {way_out}.",
         )
+
+
+def check_servers(name: str, servers: tuple[str, ...]) -> None:
+    """Requires addresses of HTTP servers, each once."""
+    for server in servers:
+        parts = urllib.parse.urlsplit(server)
+        require(
+            parts.scheme in ("http", "https")
+            and bool(parts.hostname)
+            and not parts.path.strip("/")
+            and not (parts.query or parts.fragment),
+            f"{name} has {server!r}",
+            "addresses such as 'http://localhost:8000', without a path",
+            f"Correct {name}.",
+        )
+    same = {server.rstrip("/") for server in servers}
+    require(
+        len(same) == len(servers),
+        f"{name} is {servers}",
+        "every server once",
+        f"Correct {name}.",
+    )

@@ -40,6 +40,11 @@ _ABSENT = (
         "a baseline is one number per trajectory, which its gradient need not wait for",
     ),
     (
+        ("top_p", "rollout.top_k", "min_p"),
+        "a policy that samples from a part of its distribution is another policy than "
+        "the one that learns",
+    ),
+    (
         ("token_reward", "process_reward"),
         "a reward belongs to a trajectory; what turns earn is loss.turn_credit",
     ),
@@ -115,17 +120,19 @@ def _check_groups(config: Config) -> None:
 def _check_teacher(config: Config) -> None:
     loss, teacher = config.loss, config.teacher
     require(
-        loss.distill == "none" or teacher.workdir is not None,
+        loss.distill == "none" or teacher.given,
         f"loss.distill is {loss.distill!r} with teacher.workdir none",
-        "the work directory of a run whose policy teaches",
-        "Set teacher.workdir.",
+        "the work directory of a run whose policy teaches, or servers that do",
+        "Set teacher.workdir or teacher.servers.",
     )
+    name = "servers" if teacher.servers else "workdir"
     require(
-        loss.distill != "none" or teacher.workdir is None,
-        f"teacher.workdir is {teacher.workdir!r} with loss.distill 'none'",
+        loss.distill != "none" or not teacher.given,
+        f"teacher.{name} is {getattr(teacher, name)!r} with loss.distill 'none'",
         "none: nobody asks the teacher",
-        "Set loss.distill to 'sampled_reverse_kl' or teacher.workdir to none.",
+        f"Set loss.distill to 'sampled_reverse_kl' or leave teacher.{name} out.",
     )
+    _check_remote_teacher(config)
     if loss.advantage != "none":
         return
     require(
@@ -139,6 +146,27 @@ def _check_teacher(config: Config) -> None:
         f"uniform_groups is {config.uniform_groups!r} with loss.advantage 'none'",
         "'keep': there are no rewards in the loss that could be equal",
         "Set uniform_groups to 'keep'.",
+    )
+
+
+def _check_remote_teacher(config: Config) -> None:
+    loss, temperature = config.loss, config.rollout.temperature
+    if not config.teacher.servers:
+        return
+    require(
+        temperature == 1,
+        f"rollout.temperature is {temperature} with teacher.servers",
+        "1: servers give log-probabilities of a prompt before any temperature, and "
+        "student and teacher must be compared at the same one",
+        "Set rollout.temperature to 1, or let a run teach: teacher.workdir.",
+    )
+    full = loss.distill != "sampled_reverse_kl" and loss.distill_top_k is None
+    require(
+        not full,
+        f"loss.distill is {loss.distill!r} with loss.distill_top_k none and "
+        "teacher.servers",
+        "a number of likeliest ids: servers do not send whole distributions",
+        "Set loss.distill_top_k to 16 or the like.",
     )
 
 
@@ -215,12 +243,30 @@ def _check_exact(config: Config) -> None:
 
 def _check_tokens(config: Config) -> None:
     ids, vocab_size = config.rollout.stop_ids, config.model.vocab_size
+    path = getattr(config.model, "path", None)
     require(
-        vocab_size >= _BYTE_LEVEL_IDS,
+        config.chat.format != "template" or path is not None,
+        "chat.format is 'template' with model.path none",
+        "a model folder: the template is a file of it",
+        "Set model.path or chat.format to 'bytes'.",
+    )
+    in_bytes = config.chat.format == "bytes" or path is None
+    require(
+        vocab_size >= _BYTE_LEVEL_IDS or not in_bytes,
         f"model.vocab_size is {vocab_size}",
         f"at least the {_BYTE_LEVEL_IDS} ids of the byte-level tokenizer",
         "Set model.vocab_size to 264.",
     )
+    for name, idle in (("system", None), ("thinking", "default")):
+        value = getattr(config.chat, name)
+        require(
+            value == idle or not in_bytes,
+            f"chat.{name} is {value!r} with byte-level tokens",
+            f"{'none' if idle is None else repr(idle)}: only templates use it",
+            f"Leave chat.{name} out, or set model.path to a folder with a template.",
+        )
+    if ids is None:
+        return
     require(
         max(ids, default=0) < vocab_size,
         f"rollout.stop_ids is {ids} with model.vocab_size {vocab_size}",
@@ -228,7 +274,7 @@ def _check_tokens(config: Config) -> None:
         "Lower rollout.stop_ids or raise model.vocab_size.",
     )
     require(
-        config.warm_start.steps == 0 or _END in ids,
+        config.warm_start.steps == 0 or _END in ids or not in_bytes,
         f"rollout.stop_ids is {ids} with warm_start.steps {config.warm_start.steps}",
         f"{_END} among them: demonstrations end in it",
         f"Add {_END} or set warm_start.steps to 0.",

@@ -10,64 +10,33 @@ from dataclasses import field
 from typing import Any, Literal
 
 from thundersync_jax import combinations
-from thundersync_jax.checks import at_least_zero, effective, positive, require, share
+from thundersync_jax.checks import (
+    at_least_zero,
+    check_servers,
+    effective,
+    positive,
+    require,
+    share,
+)
 from thundersync_jax.loss_config import LossConfig, OptimConfig
+from thundersync_jax.model_config import ModelConfig
 from thundersync_jax.settings import check_types, is_frozen_dataclass
 
 Release = Literal["batch", "group", "trajectory", "turn"]
 Accumulator = Literal["plain", "exact"]
 PartialGroups = Literal["drop", "keep", "fail"]
 UniformGroups = Literal["keep", "drop", "replace"]
-ComputeDtype = Literal["float32", "bfloat16", "float64"]
-MatmulPrecision = Literal["default", "high", "highest"]
 LatencyKind = Literal["none", "constant", "lognormal", "straggler"]
 CutActions = Literal["end", "run"]
 Sampler = Literal["own_device", "shared"]
 TeacherDevice = Literal["own_device", "sampler"]
 SharePrompt = Literal["no", "group"]
+ChatFormat = Literal["auto", "bytes", "template"]
+Thinking = Literal["default", "on", "off"]
+PublishedDtype = Literal["float32", "bfloat16"]
 
 _MOST_STOP_IDS = 8  # what a turn may name in models/generation.py
-_END = 261  # of the byte-level tokenizer, ends an action
 _MIN_SLOTS = 4  # smaller decode batches compile to other programs: other sampled ids
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelConfig:
-    """A decoder of the Qwen and Llama family."""
-
-    vocab_size: int = 264  # rows of the embedding; the byte-level ids need 262
-    layers: int = 2  # decoder layers, stacked and scanned
-    width: int = 64  # size of the residual stream
-    mlp_width: int = 192  # hidden units of the SwiGLU
-    heads: int = 4  # query heads
-    kv_heads: int = 4  # key and value heads; fewer than heads is grouped-query
-    head_dim: int = 16  # size of one head; even, RoPE turns pairs
-    rope_theta: float = 10_000.0  # base of the rotary frequencies
-    norm_eps: float = 1e-6  # added to the mean square in RMSNorm
-    qk_norm: bool = False  # RMSNorm on queries and keys, as in Qwen3
-    attention_bias: bool = False  # biases on q, k and v, as in Qwen2
-    tied_embeddings: bool = True  # the head is the transposed embedding
-    dtype: ComputeDtype = "float32"  # activations; the master weights are float32
-    logprob_chunk_tokens: int = 512  # tokens whose logits exist at a time
-    matmul_precision: MatmulPrecision = "highest"  # of float32 products on TPU and GPU
-
-    def __post_init__(self):
-        check_types(self, "model.")
-        sizes = ["vocab_size", "layers", "width", "mlp_width", "heads", "kv_heads"]
-        sizes += ["head_dim", "logprob_chunk_tokens", "rope_theta", "norm_eps"]
-        positive(self, "model.", sizes)
-        require(
-            self.heads % self.kv_heads == 0,
-            f"model.heads is {self.heads} with model.kv_heads {self.kv_heads}",
-            "a multiple: every key head serves the same number of query heads",
-            f"Set model.kv_heads to a divisor of {self.heads}.",
-        )
-        require(
-            self.head_dim % 2 == 0,
-            f"model.head_dim is {self.head_dim}",
-            "an even number, since RoPE turns pairs",
-            f"Set model.head_dim to {self.head_dim + 1}.",
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +51,7 @@ class RolloutConfig:
     context_tokens: int = 96  # longest trajectory, prompt included
     turn_tokens: int = 24  # longest action
     turns: int = 3  # most actions of a trajectory
-    stop_ids: tuple[int, ...] = (_END,)  # ids that end an action; 261 is <end>
+    stop_ids: tuple[int, ...] | None = (261,)  # end an action; none: the tokenizer's
     cut_actions: CutActions = "end"  # at the token limit: end the trajectory, or run it
     prefill_buckets: tuple[int, ...] = (16, 32, 96)  # padded lengths of new tokens
     gradient_buckets: tuple[int, ...] = (48, 64, 96)  # padded lengths of trajectories
@@ -94,6 +63,7 @@ class RolloutConfig:
     verify_concurrency: int = 32  # verifications running at a time
     attempts: int = 1  # tries of a trajectory whose environment fails
     failed_share_limit: float = 0.5  # larger shares of failed members stop the run
+    mismatch_warning: float = 0.1  # nats; mean |log-ratio| above it is said
     replacement_groups: int | None = None  # most per step; none: as many as a step has
 
     def __post_init__(self):
@@ -102,7 +72,7 @@ class RolloutConfig:
         sizes += ["temperature", "context_tokens", "turn_tokens", "turns"]
         sizes += ["command_timeout_secs", "trajectory_timeout_secs"]
         sizes += ["verify_timeout_secs", "step_timeout_secs"]
-        sizes += ["verify_concurrency", "attempts"]
+        sizes += ["verify_concurrency", "attempts", "mismatch_warning"]
         positive(self, "rollout.", sizes)
         share(self, "rollout.", ["failed_share_limit"])
         if self.replacement_groups is not None:
@@ -120,12 +90,12 @@ class RolloutConfig:
             "room for a prompt beside an action",
             "Lower rollout.turn_tokens or raise rollout.context_tokens.",
         )
-        ids = self.stop_ids
+        ids = self.stop_ids or ()
         require(
             len(set(ids)) == len(ids) <= _MOST_STOP_IDS and min(ids, default=0) >= 0,
             f"rollout.stop_ids is {ids}",
             f"at most {_MOST_STOP_IDS} different ids, none below 0",
-            "Set rollout.stop_ids to 261, the byte-level <end>.",
+            "Set rollout.stop_ids to none, for the tokenizer's own end tokens.",
         )
         for name in ("prefill_buckets", "gradient_buckets", "segment_buckets"):
             buckets = getattr(self, name)
@@ -199,6 +169,47 @@ class MeshConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class ChatConfig:
+    """How text becomes token ids, and ids become actions."""
+
+    format: ChatFormat = "auto"  # auto: the model folder's template if it has one
+    system: str | None = None  # first message; none: the task set's, if it has one
+    thinking: Thinking = "default"  # of templates that know the switch
+
+    def __post_init__(self):
+        check_types(self, "chat.")
+
+
+@dataclasses.dataclass(frozen=True)
+class VLLMConfig:
+    """Servers that sample in place of the in-process engine."""
+
+    servers: tuple[str, ...] = ()  # as http://localhost:8000; (): no servers
+    weights_dir: str | None = None  # the folder that they serve, and reload
+    dtype: PublishedDtype = "float32"  # of the weights there: the servers' --dtype
+    request_timeout_secs: float = 60.0  # deadline of one turn
+    attempts: int = 2  # tries of a turn, each on another server where there is one
+    publish_timeout_secs: float = 300.0  # deadline of one server's reload
+    probe_tolerance: float | None = None  # nats; none: 1e-4 of float32, 0.1 of bfloat16
+
+    def __post_init__(self):
+        check_types(self, "vllm.")
+        positive(self, "vllm.", ["request_timeout_secs", "attempts"])
+        positive(self, "vllm.", ["publish_timeout_secs"])
+        names = [field.name for field in dataclasses.fields(self)][1:]
+        effective(self, "vllm.", names, "servers")
+        if self.probe_tolerance is not None:
+            positive(self, "vllm.", ["probe_tolerance"])
+        check_servers("vllm.servers", self.servers)
+        require(
+            not self.servers or self.weights_dir is not None,
+            f"vllm.servers is {self.servers} with vllm.weights_dir none",
+            "the folder that the servers serve: new weights are written there",
+            "Set vllm.weights_dir.",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
 class TeacherConfig:
     """Which policy `loss.distill` pulls towards, and where it scores."""
 
@@ -206,10 +217,27 @@ class TeacherConfig:
     config: str | None = None  # FILE.py[:variant] that makes such a run where none is
     device: TeacherDevice = "own_device"  # its own, or the sampler's
     buckets: tuple[int, ...] = ()  # padded lengths of a turn; (): rollout's prefill's
+    servers: tuple[str, ...] = ()  # vLLM servers that score; (): in this process
+    path: str | None = None  # the folder that they serve; none: as they say
+    request_timeout_secs: float = 60.0  # deadline of one turn's scores by a server
 
     def __post_init__(self):
         check_types(self, "teacher.")
         effective(self, "teacher.", ["config", "device", "buckets"], "workdir")
+        effective(self, "teacher.", ["path", "request_timeout_secs"], "servers")
+        positive(self, "teacher.", ["request_timeout_secs"])
+        check_servers("teacher.servers", self.servers)
+        require(
+            not (self.servers and self.workdir),
+            f"teacher.workdir is {self.workdir!r} with teacher.servers {self.servers}",
+            "one teacher: a run's policy, or what servers serve",
+            "Set teacher.workdir to none or leave teacher.servers out.",
+        )
+
+    @property
+    def given(self) -> bool:
+        """Whether there is a teacher."""
+        return self.workdir is not None or bool(self.servers)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -276,6 +304,8 @@ class Config:
     loss: LossConfig = field(default_factory=LossConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     env: EnvConfig = field(default_factory=EnvConfig)
+    chat: ChatConfig = field(default_factory=ChatConfig)
+    vllm: VLLMConfig = field(default_factory=VLLMConfig)
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)

@@ -28,7 +28,7 @@ def prepare(config: Config) -> None:
     """
     mesh = config.mesh
     wanted = mesh.replica * mesh.fsdp * mesh.tensor
-    wanted += (mesh.sampler == "own_device") + _teaches_alone(config)
+    wanted += _samples_alone(config) + _teaches_alone(config)
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         # Refused where jax runs already, with as many devices as it has.
         with contextlib.suppress(RuntimeError):
@@ -50,7 +50,7 @@ def place(config: Config) -> Placement:
     mesh = make_mesh(asked.replica, asked.fsdp, asked.tensor, devices)
     rest = devices[mesh.size :]
     sampler = devices[0]
-    if asked.sampler == "own_device":
+    if _samples_alone(config):
         if not rest:
             raise ValueError(
                 "mesh.sampler is 'own_device' and the learner takes all "
@@ -71,3 +71,8 @@ def place(config: Config) -> Placement:
 def _teaches_alone(config: Config) -> bool:
     teacher = config.teacher
     return teacher.workdir is not None and teacher.device == "own_device"
+
+
+def _samples_alone(config: Config) -> bool:
+    """Whether the sampler has a device of its own; servers are elsewhere."""
+    return config.mesh.sampler == "own_device" and not config.vllm.servers

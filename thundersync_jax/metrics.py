@@ -60,6 +60,8 @@ METRICS: dict[str, str] = {
     "compiles": "programs; compiled by the learner during the step",
     "mismatch_mean": "nats; mean |log-ratio| of learner to sampler per computed token",
     "mismatch_max": "nats; the largest |log-ratio| of them",
+    "mismatch_p99": "nats; 99 % of these |log-ratio|s are below it",
+    "mismatch_truncated_share": "share; of these tokens, learner/sampler above the cap",
     "mismatch_kl": "nats; mean estimate per token of KL(sampler || learner)",
     "teacher_kl": "nats; mean per trained token of loss.distill, student to teacher",
     "teacher_tokens_over_trajectory_tokens": "share; run through the teacher, of all",

@@ -25,7 +25,7 @@ from thundersync_jax import buckets, token_numbers
 from thundersync_jax.config import LossConfig, ModelConfig
 from thundersync_jax.errors import ConfigError, StreamError
 from thundersync_jax.models import continuation, transformer
-from thundersync_jax.ops import advantages, losses, rewards
+from thundersync_jax.ops import advantages, losses, mismatch, rewards
 from thundersync_jax.ops.baselines import PromptBaseline
 from thundersync_jax.ops.logprobs import target_logprobs
 from thundersync_jax.segments import Segments, State
@@ -51,7 +51,7 @@ def policy_surrogate(
 
     Metrics are "kl", "entropy" and "teacher_kl" where their terms are, sums over
     trained tokens (not weighted: divide by their number). Diagnostics are those of
-    `losses.mismatch`, under names that begin with "mismatch_".
+    `mismatch.mismatch`, under names that begin with "mismatch_".
 
     Args:
       model: Of the policy.
@@ -340,11 +340,11 @@ def _terms(loss: LossConfig, sample: Tree, found: Tree, others: Any) -> Surrogat
         weighted,
         sum(additive) if additive else None,
         metrics,
-        _mismatch(logprobs, sample["logprobs"], mask),
+        _mismatch(loss, logprobs, sample["logprobs"], mask),
     )
 
 
-def _mismatch(logprobs, sampler_logprobs, mask):
-    found = losses.mismatch(logprobs, sampler_logprobs, mask)
+def _mismatch(loss, *given):
+    found = mismatch.mismatch(*given, loss.importance_cap or mismatch.USUAL_CAP)
     found["max_abs_log_ratio"] = Max(found["max_abs_log_ratio"])
     return {f"mismatch_{name}": x for name, x in found.items()}

@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .mismatch import log_ratio, select
+
 
 def token_weights(
     loss_mask: np.ndarray, aggregation: str, constant: float | None = None
@@ -136,7 +138,7 @@ def kl_penalty(
       that of k3 is of the forward KL(q || pi); k2's own is the one used here.
     """
     reference_t = jax.lax.stop_gradient(reference_t).astype(logprob_t.dtype)
-    d_t = _select(weight_t != 0, logprob_t - reference_t)
+    d_t = select(weight_t != 0, logprob_t - reference_t)
     half_square_t = 0.5 * d_t**2
     values = {
         "k1": lambda: d_t,
@@ -195,49 +197,14 @@ def importance_weights(
     Differs: a product over the tokens of a trajectory would be unbiased without a cap;
       one weight per token leaves the contexts' mismatch as it is.
     """
-    d_t = _log_ratio(logprob_t, sampler_logprob_t, trained_t)
-    return _select(trained_t, jnp.minimum(jnp.exp(d_t), cap))
-
-
-def mismatch(
-    logprob_t: jax.Array, sampler_logprob_t: jax.Array, trained_t: jax.Array
-) -> dict[str, jax.Array]:
-    """How far the sampler's probabilities were from the learner's, as sums over tokens.
-
-        d_t = log pi_learner(a_t | h_t) - log pi_sampler(a_t | h_t)
-
-    Args:
-      logprob_t, sampler_logprob_t, trained_t: As for `importance_weights`.
-
-    Returns:
-      Scalars in the dtype of `logprob_t`, without gradient: `abs_log_ratio`, the sum
-      of |d_t|; `max_abs_log_ratio`; `kl`, the sum of exp(d_t) - 1 - d_t, whose mean
-      over tokens estimates KL(sampler || learner); `tokens`, to divide by.
-    """
-    d_t = _log_ratio(logprob_t, sampler_logprob_t, trained_t)
-    return {
-        "abs_log_ratio": jnp.sum(jnp.abs(d_t)),
-        "max_abs_log_ratio": jnp.max(jnp.abs(d_t), initial=0.0),
-        "kl": jnp.sum(jnp.expm1(d_t) - d_t),
-        "tokens": jnp.sum(trained_t, dtype=d_t.dtype),
-    }
-
-
-def _select(trained_t, x_t):
-    """`x_t` at trained positions, 0 elsewhere, before any product: 0 * NaN is NaN."""
-    return jnp.where(trained_t, x_t, jnp.zeros_like(x_t))
+    d_t = log_ratio(logprob_t, sampler_logprob_t, trained_t)
+    return select(trained_t, jnp.minimum(jnp.exp(d_t), cap))
 
 
 def _weighted_sum(x_t, weight_t):
-    return jnp.sum(_select(weight_t != 0, x_t) * weight_t.astype(x_t.dtype))
+    return jnp.sum(select(weight_t != 0, x_t) * weight_t.astype(x_t.dtype))
 
 
 def _credited(weight_t, credit_t):
-    credit_t = _select(weight_t != 0, jax.lax.stop_gradient(credit_t))
+    credit_t = select(weight_t != 0, jax.lax.stop_gradient(credit_t))
     return weight_t * credit_t.astype(weight_t.dtype)
-
-
-def _log_ratio(logprob_t, sampler_logprob_t, trained_t):
-    """Learner over sampler, detached; 0 at positions that are not trained."""
-    d_t = logprob_t - sampler_logprob_t.astype(logprob_t.dtype)
-    return _select(trained_t, jax.lax.stop_gradient(d_t))
