@@ -168,15 +168,15 @@ def _sample(config, steps, params, cache, rows):
 def _forward(config, params, cache, ids, positions):
     """Tokens [R, T] of R slots through the layers: their cache, and x [R * T, D]."""
     rows = jnp.arange(ids.shape[0])
-    visible = jnp.arange(cache[0].keys.shape[2])[None, None] <= positions[:, :, None]
-    attend = jax.vmap(layers.attention, in_axes=(0, 0, 0, 0, None))
+    attend = jax.vmap(layers.attention, in_axes=(0, 0, 0, 0, None, None))
     x = jnp.take(params["embed"], ids.reshape(-1), axis=0)
     kept = []
     for weights, old in zip(params["layers"], cache, strict=True):
         inputs = transformer.attention_inputs(config, weights, x, positions.reshape(-1))
         query, *new = (y.reshape(*ids.shape, *y.shape[1:]) for y in inputs)
         keys, values = written = _write(old, rows, positions, new)
-        mixed = attend(query, keys, values, visible, config.matmul_precision)
+        precision = config.matmul_precision
+        mixed = attend(query, keys, values, positions, None, precision)
         mixed = mixed.reshape(-1, *mixed.shape[2:])
         x = transformer.add_layer_outputs(config, weights, x, mixed)
         kept.append(written)

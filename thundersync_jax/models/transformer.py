@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from thundersync_jax.config import ModelConfig
-from thundersync_jax.models import layers
+from thundersync_jax.models import layers, rotary
 from thundersync_jax.ops import logprobs
 
 Params = dict
@@ -156,7 +156,8 @@ def segment(
     """
     slots = 0 if past is None else past.keys.shape[1]
     past_length = slots if past_length is None else past_length
-    positions, visible = visibility(tokens.shape[0], slots, past_length)
+    positions = past_length + jnp.arange(tokens.shape[0], dtype=jnp.int32)
+    gap = None if past is None else (past_length, slots)
     embed = layers.constrain(params["embed"], "vocab", None)
     x = jnp.take(embed, tokens, axis=0).astype(compute_dtype(config))
     x = layers.constrain(x, "tokens", None)
@@ -164,7 +165,7 @@ def segment(
     @jax.checkpoint
     def step(x, operands):
         weights, past = operands
-        return layer(config, weights, x, past, positions, visible)
+        return layer(config, weights, x, past, positions, gap)
 
     x, own = jax.lax.scan(step, x, (params["layers"], past))
     return layers.rms_norm(x, params["final_norm"], config.norm_eps), own
@@ -284,29 +285,13 @@ def shifted(following: jax.Array) -> jax.Array:
     return jnp.concatenate([jnp.zeros_like(following[:1]), following[:-1]])
 
 
-def visibility(
-    tokens: int, slots: int, past_length: jax.Array | int
-) -> tuple[jax.Array, jax.Array]:
-    """Positions int32[T] of a segment, and bool[T, S + T]: the keys a query may read.
-
-    Args:
-      tokens: T.
-      slots: S, keys kept for the past.
-      past_length: int32[], how many of them are real.
-    """
-    index = jnp.arange(tokens, dtype=jnp.int32)
-    past = jnp.broadcast_to((jnp.arange(slots) < past_length)[None], (tokens, slots))
-    causal = index[None] <= index[:, None]
-    return past_length + index, jnp.concatenate([past, causal], axis=1)
-
-
 def layer(
     config: ModelConfig,
     weights: Params,
     x: jax.Array,
     past: KeyValues | None,
     positions: jax.Array,
-    visible: jax.Array,
+    gap: tuple[jax.Array | int, int] | None,
 ) -> tuple[jax.Array, KeyValues]:
     """One layer over a segment.
 
@@ -316,7 +301,7 @@ def layer(
       x: float[T, D].
       past: Keys and values [S, KV, H] of the tokens before, or None.
       positions: int32[T].
-      visible: bool[T, S + T], which keys a query may read.
+      gap: Which of the S + T keys nobody reads, as for `layers.attention`.
 
     Returns:
       x float[T, D], and the segment's own keys and values [T, KV, H].
@@ -335,7 +320,8 @@ def layer(
         key = jnp.concatenate([past.keys.astype(key.dtype), key])
         value = jnp.concatenate([past.values.astype(value.dtype), value])
     key, value = jnp.swapaxes(key, 0, 1), jnp.swapaxes(value, 0, 1)
-    mixed = layers.attention(query, key, value, visible, config.matmul_precision)
+    precision = config.matmul_precision
+    mixed = layers.attention(query, key, value, None, gap, precision)
     mixed = layers.constrain(mixed, "tokens", "heads", None)
     return add_layer_outputs(config, weights, x, mixed), own
 
@@ -358,8 +344,8 @@ def attention_inputs(
     if config.qk_norm:
         query = layers.rms_norm(query, weights["query_norm"], config.norm_eps)
         key = layers.rms_norm(key, weights["key_norm"], config.norm_eps)
-    query = layers.rope(query, positions, config.rope_theta)
-    key = layers.rope(key, positions, config.rope_theta)
+    query = rotary.rotate(config, query, positions)
+    key = rotary.rotate(config, key, positions)
     return query, key, value
 
 
