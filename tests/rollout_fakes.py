@@ -198,7 +198,7 @@ def open_pool(
         make_teacher=make_teacher,
     ) as pool:
         yield pool
-    assert not pool._driver._thread.is_alive()
+    assert pool._driver.close(0.0), "what the pool closed has not ended"
 
 
 def drain(pool):

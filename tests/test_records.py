@@ -67,6 +67,20 @@ def test_everything_about_a_trajectory_is_restored(tmp_path):
     text = "<user>12+7<assistant><call>12+7<end><tool>19<assistant>19<end>"
     assert read[0].text == text
     assert tokenizer.decode(read[0].prompt_ids) == "<user>12+7<assistant>"
+    assert read[0].prompt_text == "12+7"
+    assert [piece.tokens for piece in read[0].pieces] == [
+        1,
+        4,
+        1,
+        1,
+        4,
+        1,
+        1,
+        2,
+        1,
+        2,
+        1,
+    ]
 
 
 def test_log_probabilities_are_restored_to_the_bit(tmp_path):
@@ -121,23 +135,27 @@ def test_a_member_without_tokens_is_recorded(tmp_path):
     show.show(tmp_path, group=0)
 
 
+class SpeaksOnce(render.ByteLevel):
+    """Fails at its second trajectory."""
+
+    def __init__(self):
+        self._calls = iter([None])
+
+    def special(self, ids):
+        next(self._calls)
+        return super().special(ids)
+
+
 def test_a_write_that_is_cut_off_leaves_the_last_complete_file(tmp_path):
     path = records.write_rollouts(tmp_path, 12, [trajectory()], {})
     before = path.read_bytes()
-    calls = iter(["text"])
     with pytest.raises(StopIteration):
-        records.write_rollouts(
-            tmp_path,
-            12,
-            [trajectory(), trajectory(0, 1)],
-            {},
-            decode=lambda ids: next(calls),
-        )
+        pair = [trajectory(), trajectory(0, 1)]
+        records.write_rollouts(tmp_path, 12, pair, {}, chat=SpeaksOnce())
     assert path.read_bytes() == before
-    calls = iter(["text"])
     with pytest.raises(StopIteration):
         pair = [trajectory(step=13), trajectory(0, 1, step=13)]
-        records.write_rollouts(tmp_path, 13, pair, {}, decode=lambda ids: next(calls))
+        records.write_rollouts(tmp_path, 13, pair, {}, chat=SpeaksOnce())
     assert records.recorded_steps(tmp_path) == [12]
 
 
@@ -168,7 +186,14 @@ def test_a_damaged_line_is_named(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("reward", "high"), ("advantage", [1]), ("turns", None), ("times", {"a": "b"})],
+    [
+        ("reward", "high"),
+        ("advantage", [1]),
+        ("turns", None),
+        ("times", {"a": "b"}),
+        ("pieces", None),
+        ("text", None),
+    ],
 )
 def test_a_value_of_another_type_is_named(capsys, tmp_path, name, value):
     path = records.write_rollouts(tmp_path, 12, [trajectory()], {})
@@ -176,6 +201,18 @@ def test_a_value_of_another_type_is_named(capsys, tmp_path, name, value):
     status, _, errors = run_show(capsys, tmp_path)
     assert status == 2 and errors.count("\n") == 1
     assert "step_000012.jsonl:1 is no trajectory (TypeError:" in errors
+
+
+def test_text_and_ids_are_cut_alike_or_the_line_is_named(tmp_path):
+    path = records.write_rollouts(tmp_path, 12, [trajectory()], {})
+    content = json.loads(path.read_text())
+    tokens, letters = len(content["ids"]), len(content["text"])
+    path.write_text(json.dumps(content | {"pieces": [[tokens, letters, 0]]}))
+    assert records.read_rollouts(path)[0].text == content["text"]
+    for cut in ([tokens, letters - 1, 0], [tokens + 1, letters, 0]):
+        path.write_text(json.dumps(content | {"pieces": [cut]}))
+        with pytest.raises(ConfigError, match="do not cover text and ids"):
+            records.read_rollouts(path)
 
 
 def run_show(capsys, workdir, *arguments):

@@ -1,13 +1,16 @@
 """Bytes in, bytes out; special tokens come from rendering and from nowhere else."""
 
+import json
 import random
 
 import numpy as np
 import pytest
+import tokenizers
 
 from thundersync_jax.envs.base import Action
 from thundersync_jax.rollout import tokenizer
 from thundersync_jax.rollout.render import (
+    ByteLevel,
     parse_action,
     render_action,
     render_observation,
@@ -158,3 +161,30 @@ def test_ids_of_a_larger_model_are_shown_and_make_an_action_malformed(token):
 def test_negative_ids_are_refused():
     with pytest.raises(ValueError, match="-1 is no id"):
         tokenizer.decode([97, -1])
+
+
+def test_other_programs_get_the_same_ids():
+    """As the `tokenizers` library reads them; only there a mark in text is a token."""
+    theirs = tokenizers.Tokenizer.from_str(json.dumps(tokenizer.tokenizer_json()))
+    for text in [text for text in TEXTS if END not in theirs.encode(text).ids]:
+        assert theirs.encode(text).ids == tokenizer.encode(text).tolist()
+        assert theirs.decode(theirs.encode(text).ids) == text
+    for token in range(VOCAB_SIZE):
+        shown = theirs.decode([token], skip_special_tokens=False)
+        assert shown == tokenizer.decode([token])
+    assert theirs.get_vocab_size() == VOCAB_SIZE
+    assert theirs.token_to_id(tokenizer.tokenizer_config()["eos_token"]) == END
+
+
+def test_what_a_chat_says_of_the_format_is_what_it_renders():
+    chat = ByteLevel()
+    assert chat.stop_ids == (END,)
+    assert chat.prompt("ab").tolist() == render_prompt("ab").tolist()
+    for ended in (True, False):
+        reply = chat.observation("ab", ended).tolist()
+        assert reply == render_observation("ab").tolist()
+    action = chat.action(Action("call", "ab"))
+    assert chat.parse(action, chat.stop_ids) == Action("call", "ab")
+    assert chat.special(action).tolist() == [True, False, False, True]
+    assert chat.decode(action) == "<call>ab<end>"
+    assert chat.vocabulary() == tokenizer.vocabulary()

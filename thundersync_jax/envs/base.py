@@ -2,7 +2,7 @@
 
 import dataclasses
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -16,13 +16,21 @@ class Action:
     Attributes:
       kind: "answer" for plain text, "call" for a tool call, "malformed" for a turn
         without an end token or with misplaced special tokens.
-      text: The bytes between the special tokens, decoded with replacement.
+      text: What an answer says or a tool is asked, decoded with replacement. Of a call
+        with several arguments their JSON, with one string that string.
       ids: What was sampled, the end token included; empty where nothing was.
+      name: The tool of a call, empty where the format has one tool without a name.
+      arguments: Of a named call, by name.
+      problem: What is wrong with a malformed call. The policy is told, and the
+        environment does not see it.
     """
 
     kind: str
     text: str
     ids: tuple[int, ...] = dataclasses.field(default=(), compare=False, repr=False)
+    name: str = ""
+    arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
+    problem: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +77,9 @@ class TaskSet:
         that no held-out prompt occurs in training.
       demonstrate: The turns of one good attempt, `(action, observation)` pairs with an
         empty last observation; None where no warm start is possible.
+      tools: JSON schemas of the tools, as chat templates take them; formats without
+        named tools ignore them.
+      system: The first message of every conversation, where the format has one.
     """
 
     train: Sequence[Any]
@@ -76,6 +87,8 @@ class TaskSet:
     environment: Callable[[], Environment]
     prompt: Callable[[Any], str]
     demonstrate: Callable[[Any], Sequence[tuple[Action, str]]] | None = None
+    tools: Sequence[Mapping[str, Any]] = ()
+    system: str = ""
 
 
 def load_factory(name: str) -> Callable[..., TaskSet]:

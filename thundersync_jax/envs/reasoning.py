@@ -20,6 +20,25 @@ from thundersync_jax.errors import ConfigError
 from thundersync_jax.settings import check_types
 
 TASKS = ("chain_sum", "products", "gcd")
+_CALCULATOR = {
+    "type": "function",
+    "function": {
+        "name": "calculator",
+        "description": "Evaluates one arithmetic expression exactly.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "expression": {
+                    "type": "string",
+                    "description": "Numbers, + - * / ( ) and gcd(a, b), as in 12*(3+4)",
+                }
+            },
+            "required": ["expression"],
+        },
+    },
+}
+_SYSTEM = "Answer with the number alone."
+_SYSTEM_WITH_TOOL = "Compute with the calculator, then answer with the number alone."
 _DRAWS_PER_QUESTION = 100  # before a space of questions counts as exhausted
 _HELDOUT_ONE_IN = 8  # of all texts
 
@@ -126,21 +145,25 @@ def make(env: EnvConfig, seed: int) -> TaskSet:
     """
     options = ReasoningOptions() if env.options is None else env.options
     datasets = {name: _dataset(options, name) for name in options.tasks}
+    tool = options.tool == "calculator"
     return TaskSet(
         train=_draw(options, datasets, options.train_tasks, f"train {seed}"),
         heldout=_draw(options, datasets, options.heldout_tasks, "heldout"),
         environment=lambda: ReasoningEnvironment(datasets, options.tool),
         prompt=lambda question: question.prompt,
-        demonstrate=_demonstrate,
+        demonstrate=_demonstrate if tool else _answer,
+        tools=(_CALCULATOR,) if tool else (),
+        system=_SYSTEM_WITH_TOOL if tool else _SYSTEM,
     )
 
 
 def _demonstrate(question: Question) -> Sequence[tuple[Action, str]]:
-    result = calculator.evaluate(question.expression)
-    return [
-        (Action("call", question.expression), result),
-        (Action("answer", result), ""),
-    ]
+    ((answer, end),) = _answer(question)
+    return [(Action("call", question.expression), answer.text), (answer, end)]
+
+
+def _answer(question: Question) -> Sequence[tuple[Action, str]]:
+    return [(Action("answer", calculator.evaluate(question.expression)), "")]
 
 
 def _dataset(options: ReasoningOptions, name: str) -> Any:

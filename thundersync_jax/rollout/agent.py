@@ -21,11 +21,12 @@ import numpy as np
 
 from thundersync_jax.config import RolloutConfig
 from thundersync_jax.envs.base import Action, Environment, Observation
-from thundersync_jax.rollout import render
+from thundersync_jax.rollout.chat import Chat
 from thundersync_jax.rollout.commands import Commands, Stopped, one_line
 from thundersync_jax.rollout.engine import Request, Response
 from thundersync_jax.rollout.events import Turn
 from thundersync_jax.rollout.recorder import Recorder
+from thundersync_jax.rollout.render import ByteLevel
 from thundersync_jax.rollout.teacher import Teacher, TurnScorer
 from thundersync_jax.types import (
     LARGEST_REWARD,
@@ -39,6 +40,7 @@ from thundersync_jax.types import (
 PHASES = {"train": 0, "evaluate": 1, "warm_start": 2}
 WAITING = "the wait for a slot"
 _SESSIONS = itertools.count()
+_BYTE_LEVEL = ByteLevel()
 
 
 class Sampler(Protocol):
@@ -76,10 +78,12 @@ class Agent:
         on_span: Callable[[Span], None] | None = None,
         teacher: Teacher | None = None,
         on_turn: Callable[[Turn], None] | None = None,
+        chat: Chat = _BYTE_LEVEL,
     ):
         """Prepares an attempt; its environment is made by `act`.
 
-        `on_turn` is told of every turn that the teacher has scored.
+        `on_turn` is told of every turn that the teacher has scored, `chat` turns text
+        into ids and back. Where `limits.stop_ids` is None, those of `chat` end a turn.
         """
         self.key = key
         self.session = (key, next(_SESSIONS))
@@ -92,6 +96,9 @@ class Agent:
         self._sampler = sampler
         self._commands = commands
         self._limits = limits
+        self._chat = chat
+        given = limits.stop_ids
+        self._stop_ids = chat.stop_ids if given is None else given
         # Without the attempt: a retry samples the tokens that the first try would have.
         self._seed = (seed, PHASES[key.phase], key.step, key.group, key.member)
         self._policy_version = policy_version
@@ -181,7 +188,7 @@ class Agent:
     async def _play(self) -> StopReason:
         """Runs start and all turns; returns how the policy ended."""
         limits = self._limits
-        ids = render.render_prompt(await self._start())
+        ids = self._chat.prompt(await self._start())
         room = limits.context_tokens - len(ids)
         if room < 1:
             raise Stopped(
@@ -205,13 +212,17 @@ class Agent:
                 # than the turn's own limit, it is the context that was too short.
                 length = limits.turn_tokens <= room
                 return StopReason.LENGTH if length else StopReason.CONTEXT_OVERFLOW
-            observation = await self._step(turn, action)
+            if action.problem:
+                observation = Observation(f"error: {action.problem}")
+            else:
+                observation = await self._step(turn, action)
             self.recorder.credit(float(observation.weight), float(observation.credit))
             if observation.done:
                 return StopReason.FINISHED
             if turn + 1 == limits.turns:
                 return StopReason.TURN_LIMIT
-            ids = render.render_observation(observation.text)
+            ended = action.ids[-1] in self._chat.stop_ids
+            ids = self._chat.observation(observation.text, ended)
             room = limits.context_tokens - self.recorder.length - len(ids)
             if room < 1:
                 return StopReason.CONTEXT_OVERFLOW
@@ -241,7 +252,7 @@ class Agent:
             session=self.session,
             new_ids=new_ids,
             max_new_tokens=max_new_tokens,
-            stop_ids=limits.stop_ids,
+            stop_ids=self._stop_ids,
             temperature=limits.temperature,
             seed=(*self._seed, turn),
         )
@@ -253,7 +264,7 @@ class Agent:
             self._score(turn, len(new_ids), len(ids))
             if not response.stopped and limits.cut_actions == "end":
                 return None
-            return render.parse_action(ids, limits.stop_ids)
+            return self._chat.parse(ids, self._stop_ids)
         except ValueError as error:
             reason = f"{self.doing}: {one_line(error)}"
             raise Stopped(StopReason.ENGINE_ERROR, reason) from error

@@ -1,7 +1,8 @@
 """The one thread that owns a passive engine and answers coroutines.
 
 Coroutines of an event loop await answers; the thread submits their requests, steps the
-engine while it is busy and sleeps otherwise. It knows sessions, no environment.
+engine while it is busy and sleeps otherwise. It knows sessions, no environment. Remote
+engines need no thread: `connect` makes both kinds look alike.
 """
 
 import asyncio
@@ -13,17 +14,35 @@ from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any
 
-from thundersync_jax.rollout.engine import PassiveEngine, Request, Response
+from thundersync_jax.rollout.engine import (
+    Connection,
+    Engine,
+    PassiveEngine,
+    RemoteEngine,
+    Request,
+    Response,
+)
 
 # The thread may die with a call still in its inbox: look now and then.
 _LIVENESS_SECS = 0.25
 
 
+def connect(
+    engine: Engine | RemoteEngine,
+    loop: asyncio.AbstractEventLoop,
+    on_error: Callable[[BaseException], None],
+) -> Connection:
+    """The connection of a remote engine, or a driver for a passive one."""
+    if hasattr(engine, "connect"):
+        return engine.connect(loop, on_error)
+    return EngineDriver(engine, loop, on_error)
+
+
 class EngineDriver:
     """Calls every engine method from its own thread.
 
-    `ask`, `sample` and `release` belong to the event loop, `call` and `close` to any
-    thread but the driver's.
+    `ask`, `sample` and `release` belong to the event loop, `call`, `update` and `close`
+    to any thread but the driver's.
     """
 
     def __init__(
@@ -70,6 +89,10 @@ class EngineDriver:
     def release(self, session: Hashable) -> None:
         """Ends a session, in order with the requests before and after it."""
         self._inbox.put(partial(self._engine.release, session))
+
+    def update(self, params: object, policy_version: int, limit_secs: float) -> None:
+        """Gives the engine new parameters, as `call` does."""
+        self.call(partial(self._engine.update, params, policy_version), limit_secs)
 
     def call(self, function: Callable[[], Any], limit_secs: float) -> Any:
         """Runs a function in the engine's thread, after all it was told before.

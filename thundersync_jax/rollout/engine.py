@@ -1,12 +1,14 @@
 """The engine interfaces: who answers for all trajectories at once.
 
-A sampler answers "what comes next?", a teacher's engine "how likely was this?". Both
-are passive. Somebody submits requests and calls `step` until their answers come back;
-an engine owns no thread and knows no environment. Ids go in, ids and numbers come out.
+A sampler answers "what comes next?", a teacher's engine "how likely was this?". In this
+process both are passive. Somebody submits requests and calls `step` until their answers
+come back; such an engine owns no thread. A remote engine is asked through a connection.
+None knows an environment. Ids go in, ids and numbers come out.
 """
 
+import asyncio
 import dataclasses
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any, Protocol
 
 import numpy as np
@@ -116,3 +118,41 @@ class Engine(PassiveEngine, Protocol):
 
     def update(self, params: object, policy_version: int) -> None:
         """Takes new parameters. Every session must have been released."""
+
+
+class Connection(Protocol):
+    """An engine as the coroutines of one event loop see it."""
+
+    async def sample(self, request: Request) -> Response:
+        """Waits for one turn. A session has one at a time.
+
+        Raises:
+          ValueError: It was refused, or has failed; so has the trajectory.
+        """
+
+    def release(self, session: Hashable) -> None:
+        """Ends a session, wherever it stands; unknown sessions are ignored."""
+
+    def update(self, params: object, policy_version: int, limit_secs: float) -> None:
+        """Takes new parameters; from the pool's caller, with all sessions released.
+
+        Raises:
+          RuntimeError: It did not end in time, where the engine has no own deadline.
+        """
+
+    def close(self, timeout_secs: float) -> bool:
+        """Ends whatever it runs; False where that takes longer. From any thread."""
+
+
+class RemoteEngine(Protocol):
+    """A sampler elsewhere, which brings its own connection."""
+
+    context_tokens: int  # the longest sequence a session may hold
+
+    def connect(
+        self, loop: asyncio.AbstractEventLoop, on_error: Callable[[BaseException], None]
+    ) -> Connection:
+        """A connection for an event loop that does not run yet.
+
+        `on_error` is told of what leaves nobody to ask.
+        """

@@ -2,8 +2,8 @@
 
 Every member is a coroutine on an event loop in a thread of its own; at most
 `limits.slots` of them hold an engine session, and a member makes its environment only
-when it is admitted. Sampling happens in the driver's thread, a teacher has its own. The
-caller's thread reads events, and gets the original exception where a thread died.
+when it is admitted. Engines of this process have threads of their own. The caller's
+thread reads events, and gets the original exception where a thread died.
 
 Exactly one of `Rewarded` and `Failed` comes per member, after its `Completed`, and that
 after the turns that a teacher scored. What a stopped attempt still does is ignored.
@@ -24,17 +24,20 @@ from thundersync_jax.config import RolloutConfig
 from thundersync_jax.envs.base import Environment
 from thundersync_jax.rollout.agent import Agent
 from thundersync_jax.rollout.batch import Batch, Member
+from thundersync_jax.rollout.chat import Chat
 from thundersync_jax.rollout.commands import GRACE_SECS, Commands, Stopped
-from thundersync_jax.rollout.driver import EngineDriver
-from thundersync_jax.rollout.engine import Engine
+from thundersync_jax.rollout.driver import connect
+from thundersync_jax.rollout.engine import Engine, RemoteEngine
 from thundersync_jax.rollout.events import Completed, Event, Failed, Job, Rewarded
+from thundersync_jax.rollout.render import ByteLevel
 from thundersync_jax.rollout.teacher import MakeTeacher
-from thundersync_jax.rollout.watch import PING_SECS, LoopWatch
+from thundersync_jax.rollout.watch import PING_SECS, LoopWatch, end_tasks
 from thundersync_jax.types import Span, StopReason, TrajectoryKey
 
 # Tried again with a fresh environment. A verdict is not: its tokens are out already,
 # and neither is what would happen again (a refused request, a prompt too long).
 RETRIED = frozenset({StopReason.ENVIRONMENT_ERROR, StopReason.TIMEOUT})
+_BYTE_LEVEL = ByteLevel()
 _CLOSE_SECS = 2.0  # for each thread to end; they are daemons beyond it
 
 
@@ -47,7 +50,7 @@ class RolloutPool:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Engine | RemoteEngine,
         make_environment: Callable[[TrajectoryKey], Environment],
         limits: RolloutConfig,
         seed: int,
@@ -55,11 +58,12 @@ class RolloutPool:
         *,
         blocked_secs: float = 10.0,
         make_teacher: MakeTeacher | None = None,
+        chat: Chat = _BYTE_LEVEL,
     ):
         """Starts the threads.
 
         Args:
-          engine: Passive; from here on only the pool calls it.
+          engine: From here on only the pool calls it.
           make_environment: Called in the event loop for every attempt.
           limits: Slots, turns, deadlines, attempts.
           seed: Of the run; first word of every sampling seed.
@@ -68,6 +72,7 @@ class RolloutPool:
             environment blocks it instead of awaiting.
           make_teacher: Called with the event loop and whom to tell of a death; the
             pool closes what it returns. Training members are scored by it.
+          chat: Turns text into ids and back.
 
         Raises:
           ValueError: The engine's sessions are shorter than the limits say.
@@ -77,11 +82,11 @@ class RolloutPool:
                 f"rollout.context_tokens is {limits.context_tokens}, the engine holds "
                 f"{engine.context_tokens} tokens a session; build it for as many."
             )
-        self._engine = engine
         self._make_environment = make_environment
         self._limits = limits
         self._seed = seed
         self._on_span = on_span
+        self._chat = chat
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._batch: Batch | None = None  # the running one
         self._error: BaseException | None = None
@@ -96,7 +101,7 @@ class RolloutPool:
         self._loop = asyncio.new_event_loop()
         self._loop.set_exception_handler(self._report)
         self._teacher = make_teacher(self._loop, self._die) if make_teacher else None
-        self._driver = EngineDriver(engine, self._loop, self._die)
+        self._driver = connect(engine, self._loop, self._die)
         self._thread = threading.Thread(target=self._turn, daemon=True, name="rollouts")
         self._watch = LoopWatch(self._loop, self._thread, blocked_secs)
         self._thread.start()
@@ -213,10 +218,7 @@ class RolloutPool:
             )
         self._batch = None
         with self._original_error():
-            self._driver.call(
-                lambda: self._engine.update(params, policy_version),
-                limit_secs=self._limits.step_timeout_secs,
-            )
+            self._driver.update(params, policy_version, self._limits.step_timeout_secs)
 
     def close(self) -> None:
         """Cancels everything and ends all threads; within seconds, whatever hangs."""
@@ -251,7 +253,7 @@ class RolloutPool:
         except BaseException as error:
             self._die(error)
         finally:
-            self._clear()
+            end_tasks(self._loop, GRACE_SECS)
             self._loop.close()
 
     def _begin(self, members: dict[TrajectoryKey, Member]) -> None:
@@ -318,6 +320,7 @@ class RolloutPool:
             on_span=self._on_span,
             teacher=self._teacher if key.phase == "train" else None,
             on_turn=partial(self._tell, member),
+            chat=self._chat,
         )
         agent.times["queued"] = member.queued_secs
         return agent
@@ -349,17 +352,6 @@ class RolloutPool:
         # Failures are values; whatever else ends a member is a fault of the run.
         if not task.cancelled() and (error := task.exception()) is not None:
             self._die(error)
-
-    def _clear(self) -> None:
-        """Cancels whatever still runs and waits a little for its cleaning up."""
-        tasks = asyncio.all_tasks(self._loop)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            # Whatever the end brings up: what died first is what is reported.
-            with contextlib.suppress(BaseException):
-                wait = asyncio.wait(tasks, timeout=2 * GRACE_SECS)
-                self._loop.run_until_complete(wait)
 
     def _report(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         # At the end only abandoned commands complain, of being abandoned.

@@ -74,6 +74,31 @@ class Recorder:
         """Appends tokens that came from the environment; they are never trained."""
         self._append(self._checked("observation", ids))
 
+    def context(self, ids: Sequence[int] | np.ndarray) -> None:
+        """Takes the whole next context of a harness that keeps the history itself.
+
+        What continues the record is appended as an observation.
+
+        Raises:
+          ValueError: It does not begin with the recorded ids. What was sampled is
+            trained in the context that it was sampled in, so a history that was
+            rewritten (thinking removed, text tokenised again) is another sample.
+        """
+        given, record = self._checked("context", ids), np.concatenate(self._ids)
+        overlap = min(len(given), len(record))
+        differ = np.flatnonzero(given[:overlap] != record[:overlap])
+        common = int(differ[0]) if len(differ) else overlap
+        if common < len(record):
+            there = f"id {given[common]}" if common < len(given) else "nothing"
+            raise ValueError(
+                f"trajectory {self.key}: a context of {len(given)} ids has the first "
+                f"{common} of the {len(record)} recorded ones; at position {common} "
+                f"it has {there}, the record id {record[common]}. Hand the history on "
+                "as it was sampled, or begin a new sample."
+            )
+        if len(given) > len(record):
+            self.observation(given[len(record) :])
+
     def credit(self, weight: float, credit: float) -> None:
         """Gives the latest action the advantage A * weight + credit."""
         last = len(self._trained) - 1 - self._trained[::-1].index(True)

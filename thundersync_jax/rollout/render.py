@@ -1,4 +1,4 @@
-"""How prompts, actions and observations become token ids, and actions come back.
+"""The byte-level format: prompts, actions and observations as ids, and actions back.
 
     prompt       <user> bytes <assistant>
     action       bytes <end>      or      <call> bytes <end>
@@ -15,6 +15,34 @@ import numpy as np
 from thundersync_jax.envs.base import Action
 from thundersync_jax.rollout import tokenizer
 from thundersync_jax.rollout.tokenizer import ASSISTANT, BYTES, CALL, END, TOOL, USER
+
+
+class ByteLevel:
+    """A `chat.Chat` of bytes and a few marks; it knows one tool, without a name."""
+
+    stop_ids = (END,)
+
+    def prompt(self, text: str) -> np.ndarray:
+        return render_prompt(text)
+
+    def observation(self, text: str, ended: bool = True) -> np.ndarray:
+        """A cut action needs no end token: <tool> cannot be taken for text."""
+        return render_observation(text)
+
+    def action(self, action: Action) -> np.ndarray:
+        return render_action(action)
+
+    def parse(self, ids: np.ndarray, stop_ids: Sequence[int] = (END,)) -> Action:
+        return parse_action(ids, stop_ids)
+
+    def decode(self, ids: np.ndarray) -> str:
+        return tokenizer.decode(ids)
+
+    def special(self, ids: np.ndarray) -> np.ndarray:
+        return np.asarray(ids) >= BYTES
+
+    def vocabulary(self) -> dict[str, int]:
+        return tokenizer.vocabulary()
 
 
 def render_prompt(text: str) -> np.ndarray:

@@ -13,6 +13,7 @@ stays ids.
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
@@ -51,6 +52,55 @@ def vocabulary() -> dict[str, int]:
     return {f"<0x{byte:02X}>": byte for byte in range(BYTES)} | {
         mark: token for token, mark in MARKS.items()
     }
+
+
+def tokenizer_json() -> dict[str, Any]:
+    """This vocabulary as tokenizer.json of the `tokenizers` library, id for id.
+
+    It lets other programs serve a model of ours. There the text "<end>" is the token;
+    here it is five bytes, so send ids, never text. The two unused ids have names too.
+    """
+    added = MARKS | {token: f"<{token}>" for token in range(END + 1, VOCAB_SIZE)}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    no_words = {"add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            {"id": token, "content": mark, **flags, "special": True}
+            for token, mark in added.items()
+        ],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "ByteLevel", **no_words},
+        "post_processor": None,
+        "decoder": {"type": "ByteLevel", **no_words},
+        "model": {
+            "type": "BPE",
+            "vocab": {letter: byte for byte, letter in enumerate(_byte_letters())},
+            "merges": [],
+        },
+    }
+
+
+def tokenizer_config() -> dict[str, Any]:
+    """Returns tokenizer_config.json, which goes with it."""
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": MARKS[END],
+        "pad_token": MARKS[PAD],
+        "clean_up_tokenization_spaces": False,
+    }
+
+
+def _byte_letters() -> str:
+    """The letters by which that library writes bytes.
+
+    Those of Latin-1 that can be seen stand for themselves, the others for U+0100 on.
+    """
+    seen = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return "".join(chr(b if b in seen else next(others)) for b in range(BYTES))
 
 
 def _as_bytes(ids: Iterable[int]) -> bytes:

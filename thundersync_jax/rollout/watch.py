@@ -1,10 +1,12 @@
-"""Whether an event loop in another thread still turns, asked by the one who waits.
+"""Whether an event loop in another thread still turns, and how one ends.
 
 Costs nothing while events come; a waiting thread asks now and then and is told who
 blocks the loop where no answer comes.
 """
 
 import asyncio
+import contextlib
+import inspect
 import sys
 import threading
 import time
@@ -64,3 +66,36 @@ class LoopWatch:
         where = " > ".join(f"{c.name} ({c.filename}:{c.lineno})" for c in calls)
         task = asyncio.current_task(self._loop)
         return f"{task.get_name() if task else 'no task'} is in {where}"
+
+
+def end_tasks(loop: asyncio.AbstractEventLoop, grace_secs: float) -> None:
+    """Cancels whatever a stopped loop still has to do and waits a little for its end.
+
+    Args:
+      loop: It was stopped, and this is its thread.
+      grace_secs: For cleaning up; what takes twice as long is left behind.
+    """
+    for is_due in (_begun, lambda task: True):
+        tasks = asyncio.all_tasks(loop)
+        for task in tasks:
+            if is_due(task) and not task.cancelling():
+                task.cancel()
+        end = time.monotonic() + grace_secs
+        while tasks and (left_secs := end - time.monotonic()) > 0:
+            # Whatever the end brings up: what died first is what is reported.
+            with contextlib.suppress(BaseException):
+                wait = asyncio.wait(tasks, timeout=left_secs)
+                loop.run_until_complete(wait)
+            tasks = {task for task in tasks if not task.done()}
+
+
+def _begun(task: asyncio.Task) -> bool:
+    """False of a task whose coroutine may hold another, of a parent that is cancelled.
+
+    That is for the parent to cancel: cut here it would never be awaited, of which
+    asyncio complains.
+    """
+    coroutine = task.get_coro()
+    if not inspect.iscoroutine(coroutine):
+        return True
+    return inspect.getcoroutinestate(coroutine) != inspect.CORO_CREATED

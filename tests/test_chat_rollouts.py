@@ -1,0 +1,210 @@
+"""Conversations in a folder's own format: what is sampled is what is trained."""
+
+import asyncio
+
+import chat_folders
+import numpy as np
+import pytest
+from chat_folders import CALCULATOR
+from rollout_fakes import FakeEngine, FakeEnvironment, key, limits
+from test_agent import InlineSampler
+
+from thundersync_jax import buckets, run_tasks
+from thundersync_jax.config import Config
+from thundersync_jax.envs.base import Action, Observation, TaskSet
+from thundersync_jax.ops import losses
+from thundersync_jax.rollout.agent import Agent
+from thundersync_jax.rollout.chat import pieces
+from thundersync_jax.rollout.commands import Commands
+from thundersync_jax.rollout.recorder import Recorder
+from thundersync_jax.rollout.templates import TemplateChat
+from thundersync_jax.types import StopReason
+
+LENGTHS = {"context_tokens": 1024, "turn_tokens": 128}
+LENGTHS |= {"prefill_buckets": (1024,), "gradient_buckets": (1024,)}
+
+
+class Replies(FakeEnvironment):
+    """Answers every action; done at the last."""
+
+    def __init__(self, *replies, prompt="2+5"):
+        super().__init__(prompt=prompt)
+        self._replies = replies
+
+    async def step(self, action):
+        await super().step(action)
+        place = len(self.actions)
+        return Observation(self._replies[place - 1], done=place == len(self._replies))
+
+
+def play(chat, environment, turns, **changes):
+    """A trajectory whose turns are sampled as given."""
+    engine = FakeEngine(lambda request, turn: turns[turn], context_tokens=1024)
+    settings = LENGTHS | {"stop_ids": None, "turns": len(turns)} | changes
+
+    async def attempt():
+        agent = Agent(
+            key=key(),
+            task="a task",
+            make_environment=lambda _: environment,
+            sampler=InlineSampler(engine),
+            commands=Commands(),
+            limits=limits(**settings),
+            seed=3,
+            policy_version=0,
+            chat=chat,
+        )
+        return await agent.act()
+
+    return asyncio.run(attempt()), engine
+
+
+def trained(trajectory):
+    return trajectory.ids[trajectory.loss_mask].tolist()
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory):
+    folder = chat_folders.write(tmp_path_factory.mktemp("qwen3"), "qwen3")
+    return TemplateChat(folder, (CALCULATOR,))
+
+
+def test_sampled_ids_are_never_tokenised_again(tmp_path):
+    """Ids 11, 12 read "ab", and "ab" is id 13: trained are 11, 12
+    (huggingface/trl#5224)."""
+    words = [*"cdefghijklm", "a", "b", "ab"]
+    chat = TemplateChat(chat_folders.toy(tmp_path, words, [("a", "b")]))
+    start, end = chat.vocabulary()["<s>"], chat.stop_ids[0]
+    assert chat.prompt("ab").tolist() == [start, 13, end, start]
+    environment = Replies("ab", "", prompt="ab")
+    trajectory, engine = play(chat, environment, [[11, 12, end], [13, end]])
+    assert [action.text for action in environment.actions] == ["ab", "ab"]
+    assert trained(trajectory) == [11, 12, end, 13, end]
+    given = [start, 13, end, start, 11, 12, end, start, 13, end, start, 13, end]
+    assert trajectory.ids.tolist() == given
+    assert engine.requests[1].new_ids.tolist() == [start, 13, end, start]
+
+
+def test_thinking_of_earlier_turns_stays_where_it_was_sampled(qwen):
+    """The template removes it from a history that is rendered again
+    (verl-project/verl#6854, NVIDIA-NeMo/labs-molt#20, THUDM/slime#330)."""
+    call = qwen.action(Action("call", "2+5"))
+    thought = qwen.action(Action("answer", "<think>\nI add.\n</think>\n\n"))[:-1]
+    answer = qwen.action(Action("answer", "7"))
+    first = [*thought, *call]
+    trajectory, engine = play(qwen, FakeEnvironment(reply="7"), [first, answer])
+    parts = [qwen.prompt("2+5"), first, qwen.observation("7"), answer]
+    assert trajectory.ids.tolist() == np.concatenate(parts).tolist()
+    assert trained(trajectory) == [*first, *answer]
+    np.testing.assert_array_equal(engine.requests[1].new_ids, parts[2])
+    shown = "".join(piece.text for piece in pieces(qwen, trajectory))
+    assert shown.count("I add.") == 1
+
+
+def test_a_rewritten_history_is_refused_with_where_it_differs():
+    """Prompt 1, sampled 50, 51, 52, 2; then 1, 50, 52, 2, 60: two ids in common
+    (verl-project/verl#6854, NVIDIA-NeMo/labs-molt#20, THUDM/slime#330)."""
+    recorder = Recorder(key(member=4), [1], policy_version=0)
+    recorder.action([50, 51, 52, 2], [-1.0] * 4, 0)
+    match = r"member 4.* first 2 of .*position 2 it has id 52, the record id 51"
+    with pytest.raises(ValueError, match=match):
+        recorder.context([1, 50, 52, 2, 60])
+    with pytest.raises(ValueError, match=r"first 3 .* it has nothing.* id 52"):
+        recorder.context([1, 50, 51])
+    recorder.context([1, 50, 51, 52, 2])
+    assert recorder.length == 5
+    recorder.context([1, 50, 51, 52, 2, 60])
+    recorder.action([53, 2], [-1.0] * 2, 0)
+    trajectory = recorder.trajectory(StopReason.FINISHED)
+    assert trajectory.ids.tolist() == [1, 50, 51, 52, 2, 60, 53, 2]
+    assert trained(trajectory) == [50, 51, 52, 2, 53, 2]
+    assert trajectory.turns == 2
+
+
+def test_assistant_turns_of_the_prompt_are_not_trained():
+    """5 given tokens of loss 2, 4 sampled ones of loss 1: 1.0, not 1.555556
+    (NVIDIA-NeMo/RL#2176, #1960, #1956)."""
+    recorder = Recorder(key(), [10, 11, 12, 13, 14], policy_version=0)
+    recorder.action([10, 11, 12, 13], [-1.0] * 4, 0)
+    trajectory = recorder.trajectory(StopReason.FINISHED)
+    weights = losses.token_weights(trajectory.loss_mask, "sequence_mean")
+    loss = np.where(np.arange(9) < 5, 2.0, 1.0)
+    assert np.sum(loss * weights) == pytest.approx(1.0, abs=1e-6)
+
+
+def test_numbers_per_token_stay_with_their_tokens():
+    """Prompt of two, log-probabilities -1, -2: sliced from the other side they were
+    0, 0 (NovaSky-AI/SkyRL#1367)."""
+    recorder = Recorder(key(), [8, 9], policy_version=0)
+    recorder.action([5, 6], [-1.0, -2.0], 0)
+    trajectory = recorder.trajectory(StopReason.FINISHED)
+    assert trajectory.logprobs.tolist() == [0, 0, -1, -2]
+    row = {"logprobs": trajectory.logprobs, "mask": trajectory.loss_mask}
+    padded = buckets.pad(row, (8,)).tree
+    assert padded["logprobs"][padded["mask"]].tolist() == [-1, -2]
+
+
+def words_of_four(tmp_path):
+    words = [*"ab ", "aa", "aaaa", "bb", "bbbb", " bbbb"]
+    merges = [("a", "a"), ("aa", "aa"), ("b", "b"), ("bb", "bb"), (" ", "bbbb")]
+    return TemplateChat(chat_folders.toy(tmp_path, words, merges))
+
+
+def test_lengths_are_tokens_and_not_characters(tmp_path):
+    """9 characters, "aaaa bbbb", are 2 tokens: kept at a limit of 4
+    (NovaSky-AI/SkyRL#764)."""
+    chat = words_of_four(tmp_path)
+    action = chat.action(Action("answer", "aaaa bbbb"))
+    assert len(action) == 2 + len(chat.stop_ids)
+    environment = Replies("", prompt="aaaa bbbb")
+    lengths = {"context_tokens": 9, "turn_tokens": 4, "prefill_buckets": (9,)}
+    trajectory, engine = play(
+        chat, environment, [action], gradient_buckets=(9,), **lengths
+    )
+    assert trajectory.stop_reason is StopReason.FINISHED
+    assert [action.text for action in environment.actions] == ["aaaa bbbb"]
+    assert trajectory.action_tokens == 3
+    assert engine.requests[0].max_new_tokens == 4
+    tasks = TaskSet(["aaaa bbbb", "aaaa" * 9], ["bbbb"], FakeEnvironment, lambda t: t)
+    config = Config(rollout=limits(gradient_buckets=(9,), **lengths))
+    assert run_tasks._fitting(tasks, config, chat).train == ["aaaa bbbb"]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ('<tool_call>\n{"name": "bash"}\n</tool_call>', "there is no tool 'bash'"),
+        ("<tool_call>\n2+5\n</tool_call>", "the call is no JSON"),
+    ],
+)
+def test_a_malformed_call_is_answered_and_counts_as_a_turn(qwen, text, told):
+    environment = FakeEnvironment()
+    turns = [qwen.action(Action("answer", said)) for said in (text, "7")]
+    trajectory, engine = play(qwen, environment, turns)
+    assert [action.text for action in environment.actions] == ["7"]
+    assert told in qwen.decode(engine.requests[1].new_ids)
+    assert (trajectory.turns, trajectory.stop_reason) == (2, StopReason.FINISHED)
+    assert trained(trajectory) == np.concatenate(turns).tolist()
+    last, _ = play(qwen, FakeEnvironment(), turns[:1])
+    assert last.stop_reason is StopReason.TURN_LIMIT
+
+
+def test_the_end_token_of_a_cut_action_is_observed(qwen):
+    words = qwen.action(Action("answer", "one two three"))[:4]
+    answer = qwen.action(Action("answer", "7"))
+    cut = {"cut_actions": "run", "turn_tokens": 4}
+    trajectory, engine = play(qwen, Replies("go on", ""), [words, answer], **cut)
+    end = qwen.vocabulary()["<|im_end|>"]
+    assert engine.requests[1].new_ids[0] == end
+    assert trained(trajectory) == [*words, *answer]
+
+
+def test_end_tokens_are_trained_as_sampled(qwen):
+    """Both of the folder's, one of them its padding; never judged by their value."""
+    ends = qwen.stop_ids
+    assert len(ends) == 2
+    turns = [[*qwen.action(Action("answer", "a"))[:-1], end] for end in ends]
+    trajectory, engine = play(qwen, Replies("b", ""), turns)
+    assert trained(trajectory) == [token for turn in turns for token in turn]
+    assert engine.requests[0].stop_ids == ends
+    np.testing.assert_array_equal(engine.requests[1].new_ids, qwen.observation("b"))
