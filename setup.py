@@ -7,6 +7,8 @@ JAX = "jax{}>=0.10.2,<0.13"
 TASKS = ["reasoning-gym>=0.1.25,<0.2"]
 PLOTS = ["matplotlib>=3.9,<4"]
 TENSORBOARD = ["tensorboardX>=2.6.4,<3"]  # writes event files without TensorFlow
+HF = ["tokenizers>=0.22,<0.25", "safetensors>=0.6,<0.9", "jinja2>=3.1.6,<4"]
+VLLM = ["httpx>=0.28,<0.29"]  # only the client; servers have an environment of their own
 
 setup(
     name="thundersync_jax",
@@ -32,14 +34,20 @@ setup(
         "tasks": TASKS,
         "plots": PLOTS,
         "tensorboard": TENSORBOARD,
+        "hf": HF,
+        "vllm": [*HF, *VLLM],
         "test": [
             *TASKS,
             *PLOTS,
             *TENSORBOARD,
+            *HF,
+            *VLLM,
             "hypothesis>=6.170.17,<7",
             "pytest>=8.2,<10",
             "pytest-xdist>=3.8,<4",
             "ruff>=0.17.6,<0.18",  # one minor version: the next formats differently
         ],
+        # What model folders are compared with. One version: the CPU build of torch.
+        "test-hf": ["torch==2.13.0", "transformers>=5.2,<6"],
     },
 )

@@ -127,7 +127,7 @@ REFUSED = {
     " optim.learning_rate",
     ("--config.group_size=4",): "group_size is no setting. Did you mean "
     "rollout.group_size?",
-    ("--config.kind=none",): "Did you mean env.tool_latency.kind or",
+    ("--config.kind=none",): "Did you mean model.rope.kind or env.tool_latency.kind or",
     ("--config.lr=1",): "lr is no setting. Did you mean optim.learning_rate or",
     ("--config.kl_cof=1",): "kl_cof is no setting. Did you mean loss.kl_coef?",
     ("--config.loss.kl_cof=1",): "Did you mean loss.kl_coef",

@@ -14,7 +14,8 @@ PACKAGE = pathlib.Path(thundersync_jax.__file__).parent
 RUN = 5  # whatever is not named below: where everything meets
 LAYERS = {
     # Interfaces that two layers share are data, and belong to the lowest.
-    0: "types config loss_config combinations errors flags interrupts checks settings "
+    0: "types config loss_config model_config model_folder rope_scaling "
+    "combinations errors flags interrupts checks settings "
     "rollout.engine envs.base",
     1: "ops",
     2: "models",

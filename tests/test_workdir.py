@@ -1,17 +1,20 @@
 """A work directory belongs to one config, also after an interrupted first write."""
 
 import dataclasses
+import functools
 import json
 import subprocess
 import sys
 
 import pytest
 
+from thundersync_jax import workdir
 from thundersync_jax.config import Config, OptimConfig
 from thundersync_jax.errors import ConfigError
-from thundersync_jax.workdir import claim, locked, saved_result
+from thundersync_jax.workdir import locked, saved_result
 
 CONFIG = Config(steps=10)
+claim = functools.partial(workdir.claim, vocabulary={"a": 0})
 
 
 def test_the_same_config_is_accepted_again(tmp_path):

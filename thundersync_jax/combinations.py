@@ -6,6 +6,7 @@ two groups have to agree on.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from thundersync_jax.checks import require
@@ -62,6 +63,7 @@ def check(config: Config) -> None:
 
     Also where one would have no effect: an accepted setting is a setting that acts.
     """
+    _check_folders(config)
     _check_groups(config)
     _check_teacher(config)
     _check_turns(config)
@@ -69,6 +71,18 @@ def check(config: Config) -> None:
     _check_exact(config)
     _check_tokens(config)
     _check_sharding(config)
+
+
+def _check_folders(config: Config) -> None:
+    source, target = config.model.path, config.vllm.weights_dir
+    same = source is not None and target is not None
+    same = same and os.path.realpath(source) == os.path.realpath(target)
+    require(
+        not same,
+        f"vllm.weights_dir is {target!r}, which is model.path",
+        "another folder: new weights are written there",
+        "Copy the model there with thundersync_jax.export --initial.",
+    )
 
 
 def _check_groups(config: Config) -> None:
@@ -243,7 +257,7 @@ def _check_exact(config: Config) -> None:
 
 def _check_tokens(config: Config) -> None:
     ids, vocab_size = config.rollout.stop_ids, config.model.vocab_size
-    path = getattr(config.model, "path", None)
+    path = config.model.path
     require(
         config.chat.format != "template" or path is not None,
         "chat.format is 'template' with model.path none",

@@ -35,7 +35,7 @@ ChatFormat = Literal["auto", "bytes", "template"]
 Thinking = Literal["default", "on", "off"]
 PublishedDtype = Literal["float32", "bfloat16"]
 
-_MOST_STOP_IDS = 8  # what a turn may name in models/generation.py
+MOST_STOP_IDS = 8  # what a turn may name in models/generation.py
 _MIN_SLOTS = 4  # smaller decode batches compile to other programs: other sampled ids
 
 
@@ -51,7 +51,7 @@ class RolloutConfig:
     context_tokens: int = 96  # longest trajectory, prompt included
     turn_tokens: int = 24  # longest action
     turns: int = 3  # most actions of a trajectory
-    stop_ids: tuple[int, ...] | None = (261,)  # end an action; none: the tokenizer's
+    stop_ids: tuple[int, ...] | None = None  # end an action; none: the tokenizer's
     cut_actions: CutActions = "end"  # at the token limit: end the trajectory, or run it
     prefill_buckets: tuple[int, ...] = (16, 32, 96)  # padded lengths of new tokens
     gradient_buckets: tuple[int, ...] = (48, 64, 96)  # padded lengths of trajectories
@@ -92,9 +92,9 @@ class RolloutConfig:
         )
         ids = self.stop_ids or ()
         require(
-            len(set(ids)) == len(ids) <= _MOST_STOP_IDS and min(ids, default=0) >= 0,
+            len(set(ids)) == len(ids) <= MOST_STOP_IDS and min(ids, default=0) >= 0,
             f"rollout.stop_ids is {ids}",
-            f"at most {_MOST_STOP_IDS} different ids, none below 0",
+            f"at most {MOST_STOP_IDS} different ids, none below 0",
             "Set rollout.stop_ids to none, for the tokenizer's own end tokens.",
         )
         for name in ("prefill_buckets", "gradient_buckets", "segment_buckets"):
@@ -190,7 +190,7 @@ class VLLMConfig:
     request_timeout_secs: float = 60.0  # deadline of one turn
     attempts: int = 2  # tries of a turn, each on another server where there is one
     publish_timeout_secs: float = 300.0  # deadline of one server's reload
-    probe_tolerance: float | None = None  # nats; none: 1e-4 of float32, 0.1 of bfloat16
+    probe_tolerance: float | None = None  # nats; none: 1e-4 of float32, 0.3 of bfloat16
 
     def __post_init__(self):
         check_types(self, "vllm.")

@@ -19,6 +19,9 @@ from rich.text import Text
 from thundersync_jax import tables, transcript
 from thundersync_jax.intervals import wilson_interval
 from thundersync_jax.progress import Progress
+from thundersync_jax.rollout import chat
+from thundersync_jax.rollout.chat import Piece
+from thundersync_jax.rollout.render import ByteLevel
 from thundersync_jax.tables import Column
 from thundersync_jax.types import Trajectory
 
@@ -173,6 +176,7 @@ class Display:
         trajectory: Trajectory,
         advantage: float | None = None,
         lines: int | None = 12,
+        pieces: Sequence[Piece] | None = None,
     ) -> None:
         """A trajectory with the trained tokens apart from the observed ones.
 
@@ -180,11 +184,15 @@ class Display:
           trajectory: Any, failed ones too.
           advantage: Shown where known.
           lines: The most of each segment, its middle is left out; None for all.
+          pieces: Its text; None where its tokens are byte-level.
         """
+        if pieces is None:
+            pieces = chat.pieces(ByteLevel(), trajectory)
         self._rows = 0
         self._gap()
         self._print(transcript.title(trajectory, advantage))
-        for text in transcript.body(trajectory, self._console, self.width, lines):
+        layout = self._console, self.width, lines
+        for text in transcript.body(trajectory, pieces, *layout):
             self._print(text)
 
     def table(

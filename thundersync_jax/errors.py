@@ -7,3 +7,7 @@ class ConfigError(ValueError):
 
 class StreamError(ValueError):
     """A gradient stream was told something that cannot be true."""
+
+
+class ServerError(RuntimeError):
+    """A server that samples or teaches has failed, and nothing can take its place."""

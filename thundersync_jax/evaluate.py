@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from thundersync_jax import state
-from thundersync_jax.checkpoint import Checkpoints
+from thundersync_jax import parameters, state
 from thundersync_jax.config import Config
 from thundersync_jax.display import Display
 from thundersync_jax.errors import ConfigError
@@ -133,12 +132,9 @@ def newest_policy(run: Run) -> tuple[int, Any]:
     """Returns the step and the parameters of the newest checkpoint; step 0 is the warm
     start's."""
     like = state.init(run.optimizer, run.initial_params())
-    for folder in ("checkpoints", "warm_start"):
-        with Checkpoints(run.workdir / folder) as checkpoints:
-            step = checkpoints.latest()
-            if step is not None:
-                saved, _ = checkpoints.restore(step, like)
-                return (step if folder == "checkpoints" else 0), saved.params
+    found = parameters.newest(run.workdir, like)
+    if found is not None:
+        return found
     raise ConfigError(
         f"{run.workdir} holds no policy; train one first with the same --workdir."
     )

@@ -22,8 +22,9 @@ from absl import flags as absl_flags
 
 from thundersync_jax import combinations
 from thundersync_jax.config import Config
-from thundersync_jax.errors import ConfigError, StreamError
+from thundersync_jax.errors import ConfigError, ServerError, StreamError
 from thundersync_jax.interrupts import Interrupts
+from thundersync_jax.model_config import is_shape
 from thundersync_jax.settings import (
     config_dict,
     describe,
@@ -79,7 +80,7 @@ def run(
     try:
         with Interrupts():
             status = _run(command, dict(flags or {}), needs, argv)
-    except (ConfigError, StreamError) as error:
+    except (ConfigError, ServerError, StreamError) as error:
         print(f"{type(error).__name__}: {_one_line(error)}", file=sys.stderr)
         status = _REFUSED
     except BrokenPipeError:  # whoever read the output has seen enough
@@ -138,6 +139,13 @@ def override(config: Config, texts: Mapping[str, str]) -> Config:
                 raise ConfigError(f"{_PREFIX}{name} is no setting, {reason}")
             raise ConfigError(f"{_PREFIX}{name} is no setting. {nearest(name, known)}")
         values[name] = parse(text, known[name])
+    path = values.get("model.path", config.model.path)
+    for name in filter(is_shape, values if path is not None else ()):
+        raise ConfigError(
+            f"{_PREFIX}{name} was given with model.path {path}, expected one of them: "
+            "the folder's config.json decides the shape. "
+            f"Leave out {_PREFIX}{name}, or set model.path to none."
+        )
     try:
         return replace(config, values)
     except ValueError as error:  # also from the class of somebody's env.options
@@ -334,6 +342,8 @@ def _print_config(
     for setting in settings(config):
         source = "default" if setting.value == setting.default else spec
         source = "command line" if setting.name in texts else source
+        if config.model.path is not None and is_shape(setting.name):
+            source = "model.path"
         rows.append((setting.name, to_text(setting.value), source, setting.comment))
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     for row in rows:

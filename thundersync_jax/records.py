@@ -9,6 +9,8 @@
     turns                                 number of actions
     times                                 seconds on the run's monotonic clock, by name
     text                                  the ids as text, to look at only
+    pieces                                how the text is cut: tokens, characters, and
+                                          whether they are special, run by run
     ids, loss_mask, logprobs              per token; the mask is 1 on sampled tokens,
                                           log-probabilities restore as float32 exactly
     turn_weights, turn_credits            per token, or null where the environment gave
@@ -16,21 +18,24 @@
 """
 
 import dataclasses
+import itertools
 import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from thundersync_jax.errors import ConfigError
-from thundersync_jax.rollout import tokenizer
+from thundersync_jax.rollout.chat import Chat, Piece, pieces
+from thundersync_jax.rollout.render import ByteLevel
 from thundersync_jax.types import StopReason, Trajectory, TrajectoryKey
 
 FOLDER = "rollouts"
+_BYTE_LEVEL = ByteLevel()
 _FILE = re.compile(r"step_(\d+)\.jsonl")
 
 
@@ -41,19 +46,37 @@ class Record:
     Attributes:
       trajectory: As it was written.
       advantage: None where the member does not count, or its group was dropped.
-      text: The ids as text.
+      pieces: Its text, as `chat.pieces` cuts it.
     """
 
     trajectory: Trajectory
     advantage: float | None
-    text: str
+    pieces: tuple[Piece, ...]
+
+    @property
+    def text(self) -> str:
+        """The ids as text."""
+        return "".join(piece.text for piece in self.pieces)
 
     @property
     def prompt_ids(self) -> np.ndarray:
         """int32[N], everything before the first sampled token."""
+        return self.trajectory.ids[: self._prompt_tokens]
+
+    @property
+    def prompt_text(self) -> str:
+        """Theirs, without the special tokens that frame it."""
+        ends = itertools.accumulate(piece.tokens for piece in self.pieces)
+        return "".join(
+            piece.text
+            for piece, end in zip(self.pieces, ends, strict=True)
+            if end <= self._prompt_tokens and not piece.special
+        )
+
+    @property
+    def _prompt_tokens(self) -> int:
         mask = self.trajectory.loss_mask
-        sampled = int(np.argmax(mask)) if np.any(mask) else len(mask)
-        return self.trajectory.ids[:sampled]
+        return int(np.argmax(mask)) if np.any(mask) else len(mask)
 
 
 class KnownMean(NamedTuple):
@@ -82,7 +105,7 @@ def write_rollouts(
     step: int,
     trajectories: Iterable[Trajectory],
     advantages: Mapping[tuple[int, int], float],
-    decode: Callable[[np.ndarray], str] = tokenizer.decode,
+    chat: Chat = _BYTE_LEVEL,
 ) -> Path:
     """Writes one step, or replaces it as a whole.
 
@@ -91,7 +114,7 @@ def write_rollouts(
       step: Which step.
       trajectories: All of that step, failed ones included.
       advantages: By (group, member), of the members that count.
-      decode: Turns ids into the text to look at.
+      chat: Turns ids into the text to look at.
 
     Returns:
       The file. It is complete whenever it exists, whatever interrupts this.
@@ -109,7 +132,7 @@ def write_rollouts(
     with open(partial, "w", encoding="utf-8") as file:
         for trajectory in trajectories:
             place = trajectory.key.group, trajectory.key.member
-            line = _to_line(trajectory, advantages.get(place), decode)
+            line = _to_line(trajectory, advantages.get(place), chat)
             file.write(json.dumps(line, allow_nan=False) + "\n")
     os.replace(partial, path)
     return path
@@ -177,10 +200,9 @@ def recorded_steps(workdir: str | os.PathLike[str]) -> list[int]:
 
 
 def _to_line(
-    trajectory: Trajectory,
-    advantage: float | None,
-    decode: Callable[[np.ndarray], str],
+    trajectory: Trajectory, advantage: float | None, chat: Chat
 ) -> dict[str, Any]:
+    cut = pieces(chat, trajectory)
     return {
         **trajectory.key._asdict(),
         "policy_version": trajectory.policy_version,
@@ -190,7 +212,8 @@ def _to_line(
         "advantage": _plain(advantage),
         "turns": trajectory.turns,
         "times": {name: _plain(secs) for name, secs in trajectory.times.items()},
-        "text": decode(trajectory.ids),
+        "text": "".join(piece.text for piece in cut),
+        "pieces": [[p.tokens, len(p.text), int(p.special)] for p in cut],
         "ids": np.asarray(trajectory.ids).tolist(),
         "loss_mask": np.asarray(trajectory.loss_mask).astype(int).tolist(),
         "logprobs": _float32_digits(trajectory.logprobs),
@@ -220,7 +243,17 @@ def _from_line(line: dict[str, Any]) -> Record:
     if len({array.shape for array in arrays}) > 1:
         raise ValueError("ids, loss_mask and logprobs differ in length")
     advantage = _typed("advantage", line, int | float | None)
-    return Record(trajectory, advantage, _typed("text", line, str))
+    return Record(trajectory, advantage, _pieces(line, len(trajectory.ids)))
+
+
+def _pieces(line: dict[str, Any], tokens: int) -> tuple[Piece, ...]:
+    text, found, start = _typed("text", line, str), [], 0
+    for count, characters, special in _typed("pieces", line, list):
+        found.append(Piece(count, bool(special), text[start : start + characters]))
+        start += characters
+    if start != len(text) or sum(piece.tokens for piece in found) != tokens:
+        raise ValueError("pieces do not cover text and ids")
+    return tuple(found)
 
 
 def _key(line: dict[str, Any]) -> TrajectoryKey:

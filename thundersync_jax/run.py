@@ -5,7 +5,6 @@ The commands share it. It decides nothing about the order of a run.
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,8 +17,8 @@ import numpy as np
 from thundersync_jax import (
     devices,
     memory,
-    mesh,
     objective,
+    parameters,
     run_tasks,
     state,
     task_order,
@@ -29,12 +28,12 @@ from thundersync_jax.config import Config, LatencyConfig
 from thundersync_jax.envs.base import Environment, TaskSet, load_factory
 from thundersync_jax.envs.latency import WithLatency
 from thundersync_jax.learner_clock import LearnerClock
-from thundersync_jax.models import layers, transformer
 from thundersync_jax.models.decode import InProcessEngine
-from thundersync_jax.rollout import render
+from thundersync_jax.publish import Publisher
 from thundersync_jax.rollout.agent import PHASES
 from thundersync_jax.rollout.events import Job
 from thundersync_jax.rollout.pool import RolloutPool
+from thundersync_jax.rollout.vllm import VLLMEngine
 from thundersync_jax.samples import Samples
 from thundersync_jax.stream import GradientStream
 from thundersync_jax.timeline import Timeline
@@ -51,6 +50,8 @@ class Run:
     """One config with everything it needs. Use it as a context: it owns threads.
 
     Attributes:
+      tasks: Those that fit the context.
+      chat: How their text becomes token ids.
       latency_scale: What medians of lognormal latencies are multiplied by; a benchmark
         sets it.
       baselines: Of the training tasks, by their index, for "tracked_baseline".
@@ -77,7 +78,7 @@ class Run:
         self.workdir = Path(workdir)
         self.on_line = on_line
         factory = environment or load_factory(config.env.factory)
-        self.tasks = run_tasks.checked(factory(config.env, config.seed), config)
+        self.tasks, self.chat = run_tasks.prepared(factory, config)
         self._held = contextlib.ExitStack()
         try:
             self._build(config, workdir, owner)
@@ -106,23 +107,17 @@ class Run:
         self._order: tuple[int, list[int]] = (0, [])  # of the latest step asked for
         self.timeline = Timeline()
         self.clock = LearnerClock(self.timeline.add, lambda: self.pool.wake())
-        params = self.initial_params()
+        self._make_params = parameters.initializer(config, self.placement.mesh)
+        self._params: Tree = None
+        self._params = params = self.initial_params()
         found = memory.plan(config, self.estimator, params)
         self.open_groups = found.open_groups
         if owner:  # nothing refuses the config any more
-            claim(workdir, config)
+            claim(workdir, config, self.chat.vocabulary())
         self._introduce(params, found)
         place = self.placement.teacher
         self.scoring = teaching.engine(config, self.teacher, width, place)
-        self.engine = InProcessEngine(
-            config.model,
-            params,
-            slots=config.rollout.slots,
-            context_tokens=config.rollout.context_tokens,
-            steps_per_call=config.rollout.decode_steps_per_call,
-            prefill_buckets=config.rollout.prefill_buckets,
-            device_or_sharding=self.placement.sampler,
-        )
+        self.engine = self._make_engine(params)
         self.pool = RolloutPool(
             self.engine,
             self._environment,
@@ -130,6 +125,26 @@ class Run:
             config.seed,
             on_span=self.timeline.add,
             make_teacher=teaching.maker(self.scoring),
+            chat=self.chat,
+        )
+
+    def _make_engine(self, params: Tree) -> InProcessEngine | VLLMEngine:
+        config = self.config
+        rollout = config.rollout
+        if config.vllm.servers:
+            tokens = rollout.context_tokens
+            given = config.vllm, config.model, tokens, self.on_line
+            publish = Publisher(*given).publish
+            vocab_size = config.model.vocab_size
+            return VLLMEngine(config.vllm, tokens, vocab_size, publish, self.on_line)
+        return InProcessEngine(
+            config.model,
+            params,
+            slots=rollout.slots,
+            context_tokens=rollout.context_tokens,
+            steps_per_call=rollout.decode_steps_per_call,
+            prefill_buckets=rollout.prefill_buckets,
+            device_or_sharding=self.placement.sampler,
         )
 
     def __enter__(self) -> "Run":
@@ -141,25 +156,17 @@ class Run:
         self._held.close()
 
     def initial_params(self) -> Tree:
-        """Random parameters from the seed, on the learner's mesh."""
-        return self._init(jax.random.key(self.config.seed))
+        """What the run begins with, on the learner's mesh: module `parameters`.
 
-    @functools.cached_property
-    def _init(self) -> Callable[[jax.Array], Tree]:
-        """Compiled once: with small models it takes as long as all else together."""
-        model = self.config.model
-        init = functools.partial(transformer.init, model)
-        shardings = mesh.parameter_shardings(
-            self.placement.mesh,
-            jax.eval_shape(init, jax.random.key(0)),
-            transformer.logical_axes(model),
-            layers.MESH_AXES,
-        )
-        return jax.jit(init, out_shardings=shardings)
+        Made anew every time, but for those that the run itself began with.
+        """
+        params, self._params = self._params, None
+        return self._make_params() if params is None else params
 
     def publish(self, params: Tree, version: int) -> None:
         """Hands the learner's parameters to the sampler; between steps only."""
-        self.pool.update(params, version)
+        with self.timeline.span("boundary", "publish"):
+            self.pool.update(params, version)
 
     def set_reference(self, params: Tree) -> None:
         """The policy that the KL penalty pulls towards: a copy, where it has weight."""
@@ -283,7 +290,7 @@ class Run:
         return run_tasks.make_jobs(phase, step, self.tasks.heldout[:questions], samples)
 
     def _prompt_ids(self, step: int, group: int) -> np.ndarray:
-        return render.render_prompt(self.tasks.prompt(self.task(step, group)))
+        return self.chat.prompt(self.tasks.prompt(self.task(step, group)))
 
     def _jobs(self, step: int, group: int) -> list[Job]:
         task = self.task(step, group)
@@ -312,7 +319,11 @@ class Run:
         shape, sampler = self.placement.mesh.shape, self.placement.sampler
         count = sum(x.size for x in jax.tree.leaves(params))
         axes = " x ".join(f"{name} {size}" for name, size in shape.items())
+        if servers := self.config.vllm.servers:
+            sampler = ", ".join(servers)
         self.on_line(f"{count:,} parameters; learner on {axes}, sampler on {sampler}")
+        if self.config.model.path is not None:
+            self.on_line(f"weights and shape of {self.config.model.path}")
         if found.description:
             self.on_line(found.description)
         if self.teacher is not None:

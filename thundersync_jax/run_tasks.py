@@ -1,13 +1,14 @@
 """The tasks of a run: those that fit it, and the rollouts they are asked in."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from thundersync_jax.config import Config
+from thundersync_jax.config import MOST_STOP_IDS, Config
 from thundersync_jax.envs.base import TaskSet, check_split
 from thundersync_jax.errors import ConfigError
-from thundersync_jax.rollout import render
+from thundersync_jax.rollout import templates
+from thundersync_jax.rollout.chat import Chat
 from thundersync_jax.rollout.events import Job
 from thundersync_jax.types import TrajectoryKey
 
@@ -21,19 +22,52 @@ def make_jobs(phase: str, step: int, tasks: Sequence[Any], members: int) -> list
     ]
 
 
-def checked(tasks: TaskSet, config: Config) -> TaskSet:
-    """The tasks that fit the context, if they are what the config needs."""
+def prepared(factory: Callable[..., TaskSet], config: Config) -> tuple[TaskSet, Chat]:
+    """The tasks that fit the context, and how they are told to the model.
+
+    Raises:
+      ConfigError: They are not what the config needs, or the model has no words for
+        them.
+    """
+    tasks = factory(config.env, config.seed)
     if not isinstance(tasks, TaskSet):
         raise ConfigError(
             f"env.factory {config.env.factory!r} returned {type(tasks).__name__}; "
             "expected an envs.base.TaskSet"
         )
+    given = config.chat
+    system = tasks.system if given.system is None else given.system
+    chat = templates.open_chat(
+        config.model.path, given.format, tasks.tools, system or None, given.thinking
+    )
+    _check_ids(chat, config)
+    return _checked(tasks, config, chat), chat
+
+
+def _check_ids(chat: Chat, config: Config) -> None:
+    """Every id has a row of the embedding, and end tokens fit a request."""
+    rows = config.model.vocab_size
+    largest = max(chat.vocabulary().values())
+    if largest >= rows:
+        raise ConfigError(
+            f"the tokenizer of {config.model.path} has id {largest} and "
+            f"model.vocab_size is {rows}; expected a row for every id. Take the "
+            "tokenizer that belongs to the weights."
+        )
+    if config.rollout.stop_ids is None and len(chat.stop_ids) > MOST_STOP_IDS:
+        raise ConfigError(
+            f"{config.model.path} has the end tokens {chat.stop_ids}, expected at most "
+            f"{MOST_STOP_IDS}. Name those that count in rollout.stop_ids."
+        )
+
+
+def _checked(tasks: TaskSet, config: Config, chat: Chat) -> TaskSet:
     if config.warm_start.steps and tasks.demonstrate is None:
         raise ConfigError(
             f"warm_start.steps is {config.warm_start.steps} and the task set has no "
             "`demonstrate`; give it one or set warm_start.steps=0"
         )
-    fitting = _fitting(tasks, config)
+    fitting = _fitting(tasks, config, chat)
     asked = {"evaluation.questions": config.evaluation.questions}
     if config.warm_start.steps:
         asked["warm_start.check_questions"] = config.warm_start.check_questions
@@ -47,17 +81,17 @@ def checked(tasks: TaskSet, config: Config) -> TaskSet:
     return fitting
 
 
-def _fitting(tasks: TaskSet, config: Config) -> TaskSet:
+def _fitting(tasks: TaskSet, config: Config, chat: Chat) -> TaskSet:
     """Leaves out the tasks whose prompt or demonstration exceeds the context."""
     limit = config.rollout.context_tokens
 
     def fits(task):
-        length = len(render.render_prompt(tasks.prompt(task)))
+        length = len(chat.prompt(tasks.prompt(task)))
         if tasks.demonstrate is not None:
             for action, observation in tasks.demonstrate(task):
-                length += len(render.render_action(action))
+                length += len(chat.action(action))
                 if observation:
-                    length += len(render.render_observation(observation))
+                    length += len(chat.observation(observation))
         return length < limit
 
     fitting = dataclasses.replace(

@@ -13,7 +13,6 @@ from thundersync_jax import flags, tables
 from thundersync_jax.display import Display
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.records import Record, known_mean, read_step
-from thundersync_jax.rollout import tokenizer
 from thundersync_jax.tables import Column
 
 FLAGS = {
@@ -77,7 +76,7 @@ def show(
         return result
     members = _pick(groups, group, f"group of step {step}")
     if member is None:
-        title = f"step {step} group {group}: {tables.cut(_prompt(members[0]), 70)}"
+        title = f"step {step} group {group}: {tables.cut(members[0].prompt_text, 70)}"
         rows = [_member_cells(record) for record in members]
         display.table(_MEMBER_COLUMNS, rows, title)
         result["groups"] = [_group_facts(group, members)]
@@ -86,7 +85,8 @@ def show(
         members = [_pick(by_member, member, f"member of group {group}")]
         result["trajectory"] = _facts(members[0])
     for record in members:
-        display.sample(record.trajectory, record.advantage, lines=None)
+        given = record.trajectory, record.advantage
+        display.sample(*given, lines=None, pieces=record.pieces)
     return result
 
 
@@ -123,7 +123,7 @@ def _group_cells(group: int, members: Sequence[Record]) -> list[str]:
     stops = ", ".join(f"{count} {name}" for name, count in reasons.most_common())
     return [
         str(group),
-        _prompt(members[0]),
+        members[0].prompt_text,
         tables.number(known_mean(rewards).mean),
         _list(rewards, _REWARDS_WIDTH, 3),
         _list([record.advantage for record in members], _ADVANTAGES_WIDTH, 2),
@@ -152,7 +152,7 @@ def _group_facts(group: int, members: Sequence[Record]) -> dict[str, Any]:
     rewards = known_mean(record.trajectory.reward for record in members)
     return {
         "group": group,
-        "prompt": _prompt(members[0]),
+        "prompt": members[0].prompt_text,
         "reward": rewards._asdict(),
         "members": [_facts(record) for record in members],
     }
@@ -182,12 +182,6 @@ def _secs(record: Record) -> float:
     times = record.trajectory.times
     end = times.get("verified", times.get("completed", math.nan))
     return round(end - times.get("started", math.nan), 6)
-
-
-def _prompt(record: Record) -> str:
-    """The first prompt of the group, without the tokens that frame it."""
-    ids = record.prompt_ids
-    return tokenizer.decode(ids[ids < tokenizer.BYTES])
 
 
 def _list(values: Sequence[float | None], width: int, digits: int) -> str:

@@ -172,10 +172,10 @@ def conclude(
     """
     if done.report.gradient_norm == 0:
         return now, version, 0.0
-    with run.timeline.span("boundary", "update and publish"):
+    with run.timeline.span("boundary", "update"):
         now, clipped = update(now, done.gradient)
         jax.block_until_ready(now.params)
-        run.publish(now.params, version + 1)
+    run.publish(now.params, version + 1)
     return now, version + 1, float(clipped)
 
 

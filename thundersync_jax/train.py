@@ -25,14 +25,16 @@ from thundersync_jax.evaluate import Evaluation, heldout
 from thundersync_jax.flags import run as run_command
 from thundersync_jax.ledger import Report
 from thundersync_jax.metrics import Metrics, Sink, read
+from thundersync_jax.ops.mismatch import percentile
 from thundersync_jax.progress import RunProgress
 from thundersync_jax.records import known_mean, write_rollouts
+from thundersync_jax.rollout import chat
 from thundersync_jax.run import Factory, Run
 from thundersync_jax.step import Step, conclude, run_step
 from thundersync_jax.timeline import write_chrome_trace
 from thundersync_jax.timing import StepTiming, step_timing
 from thundersync_jax.warm_start import POLICY_VERSION, warm_start
-from thundersync_jax.workdir import RESULT_FILE, claim, save_result, saved_result
+from thundersync_jax.workdir import RESULT_FILE, check_claim, save_result, saved_result
 
 _CLOSING_TRIES = 3  # steps, until one has a gradient to compare
 _SHOWN_FAILURES = 3  # of a step; its trajectories' file has all
@@ -67,7 +69,7 @@ def train(
     workdir = Path(workdir)
     display = Display()
     if result := saved_result(workdir, config.steps):
-        claim(workdir, config)
+        check_claim(workdir, config)
         display.line(f"finished already; the result is in {workdir / RESULT_FILE}")
         return result
     with (
@@ -128,14 +130,25 @@ def _step(run, display, progress, update, now, version, step):
     end = time.monotonic()
     progress.end(counts)
     run.track_baselines([t for t in done.trajectories if t.key[1:3] in done.advantages])
-    write_rollouts(run.workdir, step, done.trajectories, done.advantages)
+    write_rollouts(run.workdir, step, done.trajectories, done.advantages, run.chat)
     spans = run.timeline.spans(since=done.start_secs)
     timing = step_timing(spans, done.start_secs, end, run.config.mesh.replica)
     scalars = _scalars(run.config, done, timing, sampled_by, clipped)
     display.row(_row(run.config, done, scalars, step))
+    _warn_of_mismatch(run, scalars, step)
     for failed in done.failures[:_SHOWN_FAILURES]:
         display.line(f"{failed.key}: {failed.stop_reason.value}: {failed.reason}")
     return now, version, scalars
+
+
+def _warn_of_mismatch(run: Run, scalars: dict[str, float], step: int) -> None:
+    mean, limit = scalars["mismatch_mean"], run.config.rollout.mismatch_warning
+    if mean > limit:
+        run.warn_once(
+            f"sampler and learner disagree: mean |log-ratio| {mean:.2g} nats at step "
+            f"{step}, above rollout.mismatch_warning {limit:g}; this is said once, "
+            "mismatch_mean in metrics.jsonl has every step"
+        )
 
 
 def _scalars(
@@ -180,10 +193,13 @@ def _from_report(report: Report) -> dict[str, float]:
         found[name] = total / (report.tokens or np.nan)
     sums = collections.defaultdict(lambda: np.nan, report.diagnostics)
     tokens = sums["mismatch_tokens"] or np.nan  # of the gradients that were computed
+    sizes = {k.removeprefix("mismatch_"): x for k, x in report.diagnostics.items()}
     return found | {
         "mismatch_mean": sums["mismatch_abs_log_ratio"] / tokens,
         "mismatch_max": sums["mismatch_max_abs_log_ratio"],
         "mismatch_kl": sums["mismatch_kl"] / tokens,
+        "mismatch_p99": percentile(sizes, 99) if sizes else np.nan,
+        "mismatch_truncated_share": sums["mismatch_truncated"] / tokens,
     }
 
 
@@ -211,7 +227,8 @@ def _evaluate(run, display, version, step, label) -> Evaluation:
     found = heldout(run, version, settings.questions, settings.samples)
     display.evaluation(label, int(found.successes.sum()), found.answers)
     if found.trajectories:
-        display.sample(found.trajectories[step % len(found.trajectories)])
+        one = found.trajectories[step % len(found.trajectories)]
+        display.sample(one, pieces=chat.pieces(run.chat, one))
     return found
 
 

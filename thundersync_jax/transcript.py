@@ -4,12 +4,14 @@ Every run of one kind starts a line of its own with its name beside it, so that 
 difference does not depend on colour.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 from rich.console import Console
 from rich.text import Text
 
 from thundersync_jax import tables
-from thundersync_jax.rollout import tokenizer
+from thundersync_jax.rollout.chat import Piece
 from thundersync_jax.types import Trajectory
 
 _INDENT = 2
@@ -37,18 +39,23 @@ def title(trajectory: Trajectory, advantage: float | None) -> Text:
 
 
 def body(
-    trajectory: Trajectory, console: Console, width: int, most: int | None
+    trajectory: Trajectory,
+    pieces: Sequence[Piece],
+    console: Console,
+    width: int,
+    most: int | None,
 ) -> list[Text]:
     """Returns its lines.
 
     Args:
       trajectory: Any, failed ones too.
+      pieces: Its text, as `chat.pieces` cuts it.
       console: Breaks lines as rich does.
       width: In characters.
       most: Lines of each run, the middle is left out; None for all.
     """
     lines = []
-    for trained, text in segments(trajectory):
+    for trained, text in segments(trajectory, pieces):
         style = _STYLES[trained]
         wrapped = text.wrap(console, width - _INDENT - _LABEL, overflow="fold")
         label = "trained" if trained else "observed"
@@ -60,21 +67,21 @@ def body(
     return lines
 
 
-def segments(trajectory: Trajectory) -> list[tuple[bool, Text]]:
+def segments(
+    trajectory: Trajectory, pieces: Sequence[Piece]
+) -> list[tuple[bool, Text]]:
     """Returns runs of equal loss mask, (trained, text), special tokens set apart."""
     mask = np.asarray(trajectory.loss_mask, bool)
-    special = np.asarray(trajectory.ids) >= tokenizer.BYTES
     runs: list[tuple[bool, Text]] = []
-    edges = np.flatnonzero((mask[1:] != mask[:-1]) | (special[1:] != special[:-1])) + 1
-    for part in np.split(np.arange(len(mask)), edges):
-        if not len(part):
-            continue
-        trained, mark = bool(mask[part[0]]), bool(special[part[0]])
+    start = 0
+    for piece in pieces:
+        trained = bool(mask[start])
+        start += piece.tokens
         if not runs or runs[-1][0] != trained:
             runs.append((trained, Text()))
         style = _STYLES[trained]
-        text = printable(tokenizer.decode(trajectory.ids[part]))
-        runs[-1][1].append(text, f"{style} italic" if mark else style)
+        text = printable(piece.text)
+        runs[-1][1].append(text, f"{style} italic" if piece.special else style)
     return runs
 
 

@@ -20,7 +20,6 @@ from thundersync_jax.config import Config, OptimConfig
 from thundersync_jax.errors import ConfigError, StreamError
 from thundersync_jax.evaluate import Evaluation, heldout
 from thundersync_jax.models import transformer
-from thundersync_jax.rollout import render
 from thundersync_jax.run import Run
 
 Tree = Any
@@ -52,13 +51,13 @@ def demonstrations(run: Run) -> dict[str, np.ndarray]:
       "tokens" int32[N, T] and "weights" float32[N, T], 1 on action tokens; T is the
       gradient bucket of the longest.
     """
-    rows = []
+    chat, rows = run.chat, []
     for task in run.tasks.train:
-        pieces = [(render.render_prompt(run.tasks.prompt(task)), 0.0)]
+        pieces = [(chat.prompt(run.tasks.prompt(task)), 0.0)]
         for action, observation in run.tasks.demonstrate(task):
-            pieces.append((render.render_action(action), 1.0))
+            pieces.append((chat.action(action), 1.0))
             if observation:
-                pieces.append((render.render_observation(observation), 0.0))
+                pieces.append((chat.observation(observation), 0.0))
         tokens = np.concatenate([ids for ids, _ in pieces]).astype(np.int32)
         weights = np.concatenate([np.full(len(i), w, np.float32) for i, w in pieces])
         rows.append({"tokens": tokens, "weights": weights})

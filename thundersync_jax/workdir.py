@@ -14,7 +14,6 @@ except ImportError:  # Windows
 
 from thundersync_jax.config import Config
 from thundersync_jax.errors import ConfigError
-from thundersync_jax.rollout import tokenizer
 from thundersync_jax.settings import check_same_config, config_dict
 
 RESULT_FILE = "result.json"  # there once the run has ended
@@ -51,7 +50,9 @@ def locked(workdir: str | os.PathLike) -> Iterator[None]:
         yield
 
 
-def claim(workdir: str | os.PathLike, config: Config) -> None:
+def claim(
+    workdir: str | os.PathLike, config: Config, vocabulary: Mapping[str, int]
+) -> None:
     """Makes a work directory the config's own: config.json is written on first use,
     and the vocabulary beside it.
 
@@ -64,8 +65,8 @@ def claim(workdir: str | os.PathLike, config: Config) -> None:
     """
     if not check_claim(workdir, config):
         return
-    folder, words = Path(workdir), tokenizer.vocabulary()
-    files = {VOCABULARY_FILE: words, "config.json": config_dict(config)}
+    folder = Path(workdir)
+    files = {VOCABULARY_FILE: dict(vocabulary), "config.json": config_dict(config)}
     try:
         for name, content in files.items():
             replace_text(folder / name, json.dumps(content, indent=2) + "\n")

@@ -1,0 +1,88 @@
+#!/usr/bin/env bash
+# vLLM servers and a trainer that samples from them, on one machine.
+#
+#   launch/local_vllm.sh CONFIG WORKDIR [FLAG...]
+#
+# FLAGs go to thundersync_jax.train. What is read from the environment:
+#   SERVERS   how many servers (1)           PYTHON   the trainer's (python)
+#   PORT      of the first server (8000)     VLLM     the servers' executable (vllm)
+#   DTYPE     float32 or bfloat16 (float32)  HEALTHY_SECS  a server's start-up (600)
+#   SERVER_GPUS   one per server, such as "0 1"; empty: no GPUs
+#   LEARNER_GPUS  such as "2,3"; empty: as they are
+#   SERVER_FLAGS  further flags of every server, such as "--enforce-eager"
+# Without SERVER_GPUS the servers are taken to run on CPU.
+# The servers end with the trainer, however that ends. Their logs are in WORKDIR.
+set -euo pipefail
+if (($# < 2)); then
+  echo "usage: launch/local_vllm.sh CONFIG WORKDIR [FLAG...]" >&2
+  exit 2
+fi
+config=$1 workdir=$2
+shift 2
+python=${PYTHON:-python} vllm=${VLLM:-vllm} port=${PORT:-8000} dtype=${DTYPE:-float32}
+read -ra gpus <<<"${SERVER_GPUS:-}"
+read -ra flags <<<"${SERVER_FLAGS:-}"
+mkdir -p "$workdir"
+weights=$(cd "$workdir" && pwd)/weights
+
+pids=()
+stop() {
+  trap - EXIT INT TERM
+  for pid in "${pids[@]}"; do kill -- "-$pid" 2>/dev/null || true; done
+  for _ in {1..50}; do
+    alive=0
+    for pid in "${pids[@]}"; do kill -0 -- "-$pid" 2>/dev/null && alive=1; done
+    ((alive)) || return 0
+    sleep 0.2
+  done
+  for pid in "${pids[@]}"; do kill -9 -- "-$pid" 2>/dev/null || true; done
+}
+trap stop EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+
+tied=()
+# vLLM on CPU packs a tied head when it starts and never reloads it.
+if ((!${#gpus[@]})); then tied=(--untied); fi
+said=$("$python" -m thundersync_jax.export --config="$config" --folder="$weights" \
+  --dtype="$dtype" --initial "${tied[@]}" --json "$@" | tee /dev/stderr | tail -n 1)
+context=$("$python" -c 'import json, sys; print(json.loads(sys.argv[1])["context_tokens"])' "$said")
+
+set -m # servers and trainer are process groups of their own: Ctrl-C comes here alone
+urls=()
+for ((i = 0; i < ${SERVERS:-1}; i++)); do
+  if ((${#gpus[@]})); then export CUDA_VISIBLE_DEVICES=${gpus[i]}; fi
+  VLLM_SERVER_DEV_MODE=1 "$vllm" serve "$weights" --port $((port + i)) --dtype "$dtype" \
+    --max-model-len "$context" --logprobs-mode processed_logprobs \
+    "${flags[@]}" >"$workdir/vllm_$i.log" 2>&1 </dev/null &
+  pids+=($!)
+  urls+=("http://127.0.0.1:$((port + i))")
+done
+
+for i in "${!urls[@]}"; do
+  end=$((SECONDS + ${HEALTHY_SECS:-600}))
+  until "$python" -c 'import sys, urllib.request; urllib.request.urlopen(sys.argv[1])' \
+    "${urls[i]}/health" 2>/dev/null; do
+    if ! kill -0 "${pids[i]}" 2>/dev/null || ((SECONDS > end)); then
+      echo "server ${urls[i]} is not healthy; the end of $workdir/vllm_$i.log:" >&2
+      tail -n 20 "$workdir/vllm_$i.log" >&2
+      exit 1
+    fi
+    sleep 1
+  done
+  echo "server ${urls[i]} is healthy"
+done
+
+if [[ -n ${LEARNER_GPUS:-} ]]; then export CUDA_VISIBLE_DEVICES=$LEARNER_GPUS; fi
+status=0
+"$python" -m thundersync_jax.train --config="$config" --workdir="$workdir" \
+  --config.vllm.servers="$(IFS=,; echo "${urls[*]}")" \
+  --config.vllm.weights_dir="$weights" --config.vllm.dtype="$dtype" "$@" &
+trainer=$!
+trap 'kill -INT $trainer 2>/dev/null' INT
+trap 'kill -TERM $trainer 2>/dev/null' TERM
+while kill -0 "$trainer" 2>/dev/null; do
+  status=0
+  wait "$trainer" || status=$?
+done
+exit "$status"

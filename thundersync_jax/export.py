@@ -1,0 +1,113 @@
+"""A policy as a Hugging Face folder, for `transformers`, vLLM and others.
+
+    python -m thundersync_jax.export --config=FILE.py --workdir=DIR --folder=OUT
+
+The newest policy of the work directory; with `--initial` the parameters that a run
+begins with, which is what servers start from (`launch/local_vllm.sh`); with `--untied`
+the head is a tensor of its own. Tokenizer and chat template are those of `model.path`,
+or the byte-level vocabulary.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from thundersync_jax import devices, parameters, state
+from thundersync_jax.config import Config
+from thundersync_jax.errors import ConfigError
+from thundersync_jax.flags import Flag
+from thundersync_jax.flags import run as run_command
+from thundersync_jax.models import weights
+from thundersync_jax.rollout import tokenizer
+from thundersync_jax.workdir import replace_text
+
+
+def export(
+    config: Config,
+    workdir: str | Path | None = None,
+    *,
+    folder: str | None = None,
+    dtype: str = "float32",
+    initial: bool = False,
+    untied: bool = False,
+) -> dict[str, Any]:
+    """Writes the folder; an existing one is replaced file by file.
+
+    Args:
+      config: The settings.
+      workdir: Of a training run; not needed for `initial`.
+      folder: Where to write.
+      dtype: Of the stored weights, "float32" or "bfloat16".
+      initial: Whether to take the parameters that a run begins with.
+      untied: Whether a head that is the transposed embedding becomes a tensor of its
+        own. vLLM on CPU packs a tied head once and never reloads it.
+
+    Returns:
+      The JSON object of `--json`.
+
+    Raises:
+      ConfigError: No folder is named, it is the one that the model comes from, or the
+        work directory holds no policy.
+    """
+    if folder is None or dtype not in weights.STORED_DTYPES:
+        raise ConfigError(
+            f"--folder is {folder or 'missing'} and --dtype {dtype!r}; expected a "
+            f"directory to write and one of {', '.join(weights.STORED_DTYPES)}."
+        )
+    model = config.model
+    if model.path is not None and Path(folder).resolve() == Path(model.path).resolve():
+        raise ConfigError(
+            f"--folder is {folder}, which is model.path; expected another one, for the "
+            "weights there would be lost."
+        )
+    if workdir is None and not initial:
+        raise ConfigError(
+            "--workdir is missing; expected that of a training run, or --initial for "
+            "the parameters that a run begins with."
+        )
+    devices.prepare(config)
+    params = parameters.initializer(config, devices.place(config).mesh)()
+    step = 0
+    if not initial:
+        like = state.init(state.make_optimizer(config.optim), params)
+        found = parameters.newest(workdir, like)
+        if found is None:
+            raise ConfigError(
+                f"{workdir} holds no policy; train one first, or give --initial for "
+                "the parameters that a run begins with."
+            )
+        step, params = found
+    if untied and model.tied_embeddings:
+        params = params | {"unembed": params["embed"]}
+        # A path would decide about the head again.
+        model = dataclasses.replace(model, path=None, tied_embeddings=False)
+    byte_level = config.model.path is None
+    generation = {"eos_token_id": tokenizer.END} if byte_level else None
+    source = config.model.path
+    weights.save(
+        *(folder, model, params, dtype), tokenizer_from=source, generation=generation
+    )
+    if byte_level:
+        _write(Path(folder) / "tokenizer.json", tokenizer.tokenizer_json())
+        _write(Path(folder) / "tokenizer_config.json", tokenizer.tokenizer_config())
+    print(f"wrote {folder}: {model.layers} layers, {dtype}, step {step}")
+    tokens = config.rollout.context_tokens
+    return {"folder": str(folder), "step": step, "context_tokens": tokens}
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    replace_text(path, json.dumps(content, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    run_command(
+        export,
+        flags={
+            "folder": Flag(str, None, "directory to write"),
+            "dtype": Flag(str, "float32", "of the stored weights"),
+            "initial": Flag(bool, False, "the parameters that a run begins with"),
+            "untied": Flag(bool, False, "a tied head as a tensor of its own"),
+        },
+        needs=("config",),
+    )

@@ -1,0 +1,188 @@
+"""Publication: new parameters to vLLM servers, at the step boundary and only there.
+
+    write the weights, then on every server:
+    pause, reload, drop prefix caches, name the version, resume, probe
+
+All servers have answered before the next request of a trajectory goes out. The probe
+is the learner's own judgement: a server must give a fixed prompt, and tokens that it
+samples behind it, the learner's log-probabilities.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+
+from thundersync_jax.config import VLLMConfig
+from thundersync_jax.errors import ConfigError, ServerError
+from thundersync_jax.model_config import SHAPE, ModelConfig
+from thundersync_jax.models import transformer, weights
+from thundersync_jax.rollout.vllm import Server
+
+Tree = Any
+_PROMPT_TOKENS = 272  # at most: more than two blocks of 128, vLLM's largest, are cached
+_SAMPLED_TOKENS = 8
+# Not 1, where log-probabilities before and after temperature would be the same.
+_TEMPERATURE = 0.5
+_TOLERANCE = {
+    "float32": 1e-4,
+    "bfloat16": 0.3,
+}  # nats; of log-probabilities down to -20
+
+
+class Publisher:
+    """Brings parameters to servers, and makes sure that they arrived."""
+
+    def __init__(
+        self,
+        settings: VLLMConfig,
+        model: ModelConfig,
+        context_tokens: int,
+        on_line: Callable[[str], None] = print,
+    ):
+        """Prepares the probe.
+
+        Args:
+          settings: The servers' folder, their dtype and the tolerance.
+          model: The policy.
+          context_tokens: Longest sequence that the servers take.
+          on_line: Told once what the first probe found.
+
+        Raises:
+          ConfigError: The folder holds another model, or none.
+        """
+        self._folder, self._dtype = settings.weights_dir, settings.dtype
+        self._tolerance = settings.probe_tolerance or _TOLERANCE[settings.dtype]
+        self._served = _served(self._folder, model)
+        self._on_line = on_line
+        self._count = 0
+        prompt = max(1, min(_PROMPT_TOKENS, context_tokens - _SAMPLED_TOKENS))
+        ids = np.random.default_rng(0).integers(0, model.vocab_size, prompt)
+        self._prompt = ids.astype(np.int32)
+        self._sampled_tokens = min(_SAMPLED_TOKENS, context_tokens - prompt)
+        self._learner = jax.jit(
+            functools.partial(transformer.surrogate_logprobs, model)
+        )
+
+    def publish(
+        self, params: Tree, version: int, servers: Sequence[Server]
+    ) -> dict[Server, str]:
+        """Gives servers the parameters.
+
+        Args:
+          params: Of the policy, on the learner's devices.
+          version: Policy version, which names the weights.
+          servers: Those that sample. None of them answers a trajectory meanwhile.
+
+        Returns:
+          Servers that are gone, and why.
+
+        Raises:
+          ServerError: A server refused the weights, or answers by others.
+        """
+        self._count += 1
+        metadata = {"policy_version": str(version)}
+        written = params
+        if not self._served.tied_embeddings:
+            written = params | {"unembed": transformer.head_weights(params)}
+        given = self._folder, self._served, written, self._dtype, metadata
+        weights.write_tensors(*given)
+        found: dict[Server, Any] = {}
+        if servers:
+            bring = functools.partial(self._bring, version=str(version))
+            with ThreadPoolExecutor(len(servers)) as threads:
+                found = dict(zip(servers, threads.map(bring, servers), strict=True))
+        answers = {s: a for s, a in found.items() if not isinstance(a, str)}
+        gaps = [self._gap(server, params, *a) for server, a in answers.items()]
+        if self._count == 1 and gaps:
+            self._on_line(
+                f"{len(gaps)} servers hold the policy: log-probabilities of "
+                f"{len(self._prompt)} tokens within {max(gaps):.1e} nats of the "
+                f"learner's, at most {self._tolerance:g} is allowed"
+            )
+        return {server: a for server, a in found.items() if server not in answers}
+
+    def _bring(self, server: Server, version: str) -> Any:
+        """What a server then samples and scores, or one line where it is gone."""
+        try:
+            _update(server, version)
+            # Sampled first: it reads the prefix cache, where scores of a prompt do not.
+            sampled = server.complete(
+                self._prompt,
+                max_tokens=self._sampled_tokens,
+                temperature=_TEMPERATURE,
+                seed=self._count,
+            )
+            return sampled.ids, sampled.logprobs, server.score(self._prompt)
+        except ConnectionError as error:
+            return f"publishing policy version {version}: {error}"
+        except ValueError as error:
+            raise ServerError(
+                f"publishing policy version {version}: {error}; expected a server "
+                "that reloads and scores. Start it as launch/local_vllm.sh does."
+            ) from error
+
+    def _gap(
+        self,
+        server: Server,
+        params: Tree,
+        ids: np.ndarray,
+        logprobs: np.ndarray,
+        scores: np.ndarray,
+    ) -> float:
+        """The largest difference of a server's numbers from the learner's."""
+        prompt = len(self._prompt)
+        tokens = np.concatenate([self._prompt, ids])
+        parts = (
+            ("its prompt's tokens", 1.0, slice(1, prompt), scores),
+            ("tokens that it sampled", _TEMPERATURE, slice(prompt, None), logprobs),
+        )
+        largest = 0.0
+        for what, temperature, own, given in parts:
+            learner = self._learner(params, tokens, np.float32(temperature))
+            learner = np.asarray(learner)[own]
+            gaps = np.abs(learner - given)
+            gap, at = float(np.max(gaps)), int(np.argmax(gaps))  # they keep a NaN
+            if not gap <= self._tolerance:
+                raise ServerError(
+                    f"{server.address} does not sample from the learner's policy: "
+                    f"log-probabilities of {what} differ by up to {gap:.2g} nats "
+                    f"({given[at]:.4f} there, {learner[at]:.4f} here), expected at "
+                    f"most {self._tolerance:g}. Check that it serves {self._folder} "
+                    f"with --dtype {self._dtype} and --logprobs-mode "
+                    "processed_logprobs (and, on CPU, without a tied head: "
+                    "thundersync_jax.export --untied), or raise vllm.probe_tolerance."
+                )
+            largest = max(largest, gap)
+        return largest
+
+
+def _update(server: Server, version: str) -> None:
+    server.pause()
+    server.reload()
+    server.reset_prefix_cache()
+    server.set_weight_version(version)
+    server.resume()
+    found = server.weight_version()
+    if found != version:
+        raise ServerError(
+            f"{server.address} has weights of version {found!r} right after an update "
+            f"to {version!r}; does another trainer use it? Give each its own servers."
+        )
+
+
+def _served(folder: str, model: ModelConfig) -> ModelConfig:
+    """What servers read from a folder: the policy, its head tied or not."""
+    served = ModelConfig(path=folder)
+    for name in SHAPE:
+        own, other = getattr(model, name), getattr(served, name)
+        if own != other and not (name == "tied_embeddings" and own):
+            raise ConfigError(
+                f"vllm.weights_dir {folder} has model.{name} {other}, the policy has "
+                f"{own}; expected the same model. Write it there with "
+                "thundersync_jax.export --initial and restart the servers."
+            )
+    return served
