@@ -107,15 +107,17 @@ LLAMA3 = """\
 {%- if add_generation_prompt %}{{ head + 'assistant' + foot }}{% endif %}
 """
 
-# Knows neither tools nor a role for their answers.
+# Knows neither tools nor a role for their answers; the lines of its tags leave nothing.
 NO_TOOLS = """\
-{%- for message in messages %}
-    {%- if message.role not in ['system', 'user', 'assistant'] %}
+{% for message in messages %}
+    {% if message.role not in ['system', 'user', 'assistant'] %}
         {{- raise_exception('no such role') }}
-    {%- endif %}
-    {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
+    {% endif %}
+{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' }}
+    {% endfor %}
+{% if add_generation_prompt %}
+{{ '<|im_start|>assistant\\n' }}
+{%- endif %}
 """
 
 _QWEN_MARKS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

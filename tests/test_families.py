@@ -158,7 +158,7 @@ def test_a_published_config_is_this_model(name, tmp_path):
     [
         RopeScaling(),
         RopeScaling("linear", 2.0),
-        RopeScaling("llama3", 8.0, 4096, 2.0, 3.0),
+        RopeScaling("llama3", 8.0, 512, 2.0, 3.0),
         RopeScaling("yarn", 4.0, 512),
         RopeScaling("yarn", 4.0, 512, 1.0, 4.0, 16.0, 2.0, 1.2, False),
     ],
@@ -169,6 +169,8 @@ def test_what_is_written_is_read_back(name, rope, tmp_path):
     values = model_folder.config_json(config, "bfloat16")
     assert dataclasses.replace(read(tmp_path, values), path=None) == config
     assert values["dtype"] == "bfloat16"
+    longest = {"llama3": 4096, "yarn": 2048}.get(rope.kind, 32_768)
+    assert values["max_position_embeddings"] == longest
     # Either spelling is enough.
     for left_out in (["rope_parameters"], ["rope_theta", "rope_scaling"]):
         fewer = {key: value for key, value in values.items() if key not in left_out}

@@ -13,6 +13,7 @@ from thundersync_jax.display import Display
 from thundersync_jax.envs.base import Observation
 from thundersync_jax.errors import ConfigError, StreamError
 from thundersync_jax.metrics import METRICS, read
+from thundersync_jax.rollout import tokenizer
 from thundersync_jax.run import Run
 from thundersync_jax.step import roll_out, run_step
 from thundersync_jax.types import StopReason
@@ -162,12 +163,12 @@ def test_a_teacher_of_other_words_is_refused(teacher, tmp_path):
     words[first], words[second] = words[second], words[first]
     (other / "vocabulary.json").write_text(json.dumps(words))
     with pytest.raises(ConfigError, match=first):
-        teaching.load(student(other), print)
+        teaching.load(student(other), tokenizer.vocabulary(), print)
 
 
 def test_a_missing_teacher_says_how_to_make_one(tmp_path):
     with pytest.raises(ConfigError, match=r"holds no finished run.*teacher.config"):
-        teaching.load(student(tmp_path), print)
+        teaching.load(student(tmp_path), tokenizer.vocabulary(), print)
 
 
 def test_a_wider_teacher_is_cut_to_the_ids_of_its_student(teacher, tmp_path):

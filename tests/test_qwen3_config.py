@@ -9,7 +9,7 @@ import chat_folders
 import jax
 import pytest
 
-from thundersync_jax import flags, train
+from thundersync_jax import flags, show, train
 from thundersync_jax.config import Config
 from thundersync_jax.model_config import ModelConfig
 from thundersync_jax.models import transformer, weights
@@ -44,7 +44,7 @@ def on_path(monkeypatch):
 
 
 @pytest.mark.usefixtures("quick_programs", "on_path")
-def test_a_tiny_model_of_the_family_trains(folder, tmp_path):
+def test_a_tiny_model_of_the_family_trains(folder, tmp_path, capsys):
     config = flags.load_config(f"{CONFIG}:{folder}")
     assert dataclasses.replace(config.model, path=None, dtype="float32") == TINY
     changes = {
@@ -68,6 +68,9 @@ def test_a_tiny_model_of_the_family_trains(folder, tmp_path):
     asked = records[0].prompt_text
     assert "calculator" in asked and asked.endswith("<think>\n\n</think>\n\n")
     assert [record.text.count("<|im_start|>system") for record in records] == [1] * 8
+    capsys.readouterr()
+    show.show(tmp_path / "run", group=0, member=0)
+    assert '"name": "calculator"' in capsys.readouterr().out.replace("\n", "")
 
 
 @pytest.mark.usefixtures("on_path")

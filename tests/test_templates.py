@@ -104,6 +104,14 @@ def test_without_generation_config_the_tokenizers_end_token_ends(tmp_path):
     (folder / "generation_config.json").unlink()
     chat = TemplateChat(folder)
     assert chat.stop_ids == (chat.vocabulary()["<|im_end|>"],)
+    file = folder / "tokenizer_config.json"
+    content = json.loads(file.read_text())
+    file.write_text(json.dumps(content | {"eos_token": "<|endoftext|>"}))
+    ends = [chat.vocabulary()[end] for end in ("<|endoftext|>", "<|im_end|>")]
+    assert TemplateChat(folder).stop_ids == tuple(ends)
+    file.write_text(json.dumps(content | {"eos_token": "<|nowhere|>"}))
+    with pytest.raises(ConfigError, match=r"'<\|nowhere\|>' of .* has no id"):
+        TemplateChat(folder)
 
 
 def test_thinking_is_no_answer_and_makes_no_call(folders):

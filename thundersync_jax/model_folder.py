@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from thundersync_jax.model_config import ModelConfig
 
 CONFIG_FILE = "config.json"
-_CONTEXT_TOKENS = 32_768  # written where no folder says: the longest that is promised
+_CONTEXT_TOKENS = 32_768  # the longest, where neither a folder nor a scaling says it
 _SIZES = {
     "vocab_size": "vocab_size",
     "layers": "num_hidden_layers",
@@ -124,13 +124,16 @@ def config_json(
     other.pop("original_max_position_embeddings", None)
     other.pop("torch_dtype", None)
     rope = {"rope_type": "default", "rope_theta": config.rope_theta}
+    context_tokens = _CONTEXT_TOKENS
+    if "original_tokens" in _ROPE_NAMES[config.rope.kind]:
+        context_tokens = round(config.rope.factor * config.rope.original_tokens)
     if config.rope.kind != "none":
         rope["rope_type"] = config.rope.kind
         for field, key in _ROPE_NAMES[config.rope.kind].items():
             if (value := getattr(config.rope, field)) is not None:
                 rope[key] = value
     return {
-        "max_position_embeddings": _CONTEXT_TOKENS,
+        "max_position_embeddings": context_tokens,
         **other,
         "architectures": [name],
         "model_type": FAMILIES[name].model_type,

@@ -34,7 +34,12 @@ _TOLERANCE = {
 
 
 class Publisher:
-    """Brings parameters to servers, and makes sure that they arrived."""
+    """Brings parameters to servers, and makes sure that they arrived.
+
+    Attributes:
+      difference: Nats; the largest that the last probe found of any server's
+        log-probabilities from the learner's.
+    """
 
     def __init__(
         self,
@@ -59,6 +64,7 @@ class Publisher:
         self._served = _served(self._folder, model)
         self._on_line = on_line
         self._count = 0
+        self.difference = float("nan")
         prompt = max(1, min(_PROMPT_TOKENS, context_tokens - _SAMPLED_TOKENS))
         ids = np.random.default_rng(0).integers(0, model.vocab_size, prompt)
         self._prompt = ids.astype(np.int32)
@@ -97,11 +103,12 @@ class Publisher:
                 found = dict(zip(servers, threads.map(bring, servers), strict=True))
         answers = {s: a for s, a in found.items() if not isinstance(a, str)}
         gaps = [self._gap(server, params, *a) for server, a in answers.items()]
-        if self._count == 1 and gaps:
+        self.difference = max(gaps, default=float("nan"))
+        if self._count == 1:
             self._on_line(
-                f"{len(gaps)} servers hold the policy: log-probabilities of "
-                f"{len(self._prompt)} tokens within {max(gaps):.1e} nats of the "
-                f"learner's, at most {self._tolerance:g} is allowed"
+                f"{len(gaps)} servers hold the policy: log-probabilities within "
+                f"{self.difference:.1e} nats of the learner's, at most "
+                f"{self._tolerance:g} is allowed"
             )
         return {server: a for server, a in found.items() if server not in answers}
 

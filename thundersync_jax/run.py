@@ -74,6 +74,7 @@ class Run:
     ):
         self.config = config
         self.latency_scale = 1.0
+        self._publisher: Publisher | None = None
         self._warned: set[str] = set()
         self.workdir = Path(workdir)
         self.on_line = on_line
@@ -93,7 +94,7 @@ class Run:
         devices.prepare(config)
         self.placement = devices.place(config)
         self.optimizer = state.make_optimizer(config.optim)
-        self.teacher = teaching.load(config, self.on_line)
+        self.teacher = teaching.load(config, self.chat.vocabulary(), self.on_line)
         width = teaching.width(config, self.teacher)
         self.samples = Samples(config, width, self._prompt_ids)
         loss, rollout = config.loss, config.rollout
@@ -115,8 +116,9 @@ class Run:
         if owner:  # nothing refuses the config any more
             claim(workdir, config, self.chat.vocabulary())
         self._introduce(params, found)
-        place = self.placement.teacher
-        self.scoring = teaching.engine(config, self.teacher, width, place)
+        self.scoring = teaching.engine(
+            config, self.teacher, width, self.placement.teacher, self.on_line
+        )
         self.engine = self._make_engine(params)
         self.pool = RolloutPool(
             self.engine,
@@ -134,8 +136,8 @@ class Run:
         if config.vllm.servers:
             tokens = rollout.context_tokens
             given = config.vllm, config.model, tokens, self.on_line
-            publish = Publisher(*given).publish
-            vocab_size = config.model.vocab_size
+            self._publisher = Publisher(*given)
+            publish, vocab_size = self._publisher.publish, config.model.vocab_size
             return VLLMEngine(config.vllm, tokens, vocab_size, publish, self.on_line)
         return InProcessEngine(
             config.model,
@@ -221,6 +223,11 @@ class Run:
             pad_last=False,  # both programs are compiled beforehand
             **common,
         )
+
+    @property
+    def probe_difference(self) -> float | None:
+        """What servers differed by after the last publication; None without servers."""
+        return None if self._publisher is None else self._publisher.difference
 
     @property
     def judged(self) -> bool:
@@ -326,9 +333,11 @@ class Run:
             self.on_line(f"weights and shape of {self.config.model.path}")
         if found.description:
             self.on_line(found.description)
-        if self.teacher is not None:
+        if self.teacher is not None and self.teacher.model is None:
+            self.on_line(f"teacher on {self.teacher.source}")
+        elif self.teacher is not None:
             count = sum(x.size for x in jax.tree.leaves(self.teacher.params))
-            where = f"from {self.config.teacher.workdir} on {self.placement.teacher}"
+            where = f"from {self.teacher.source} on {self.placement.teacher}"
             self.on_line(f"teacher of {count:,} parameters {where}")
         if self.config.loss.kl_coef:
             self.on_line("one more copy of the parameters: the reference of the KL")

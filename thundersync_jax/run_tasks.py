@@ -1,6 +1,7 @@
 """The tasks of a run: those that fit it, and the rollouts they are asked in."""
 
 import dataclasses
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,8 +38,10 @@ def prepared(factory: Callable[..., TaskSet], config: Config) -> tuple[TaskSet, 
         )
     given = config.chat
     system = tasks.system if given.system is None else given.system
+    path = config.model.path
+    folder = None if path is None else os.path.expanduser(path)
     chat = templates.open_chat(
-        config.model.path, given.format, tasks.tools, system or None, given.thinking
+        folder, given.format, tasks.tools, system or None, given.thinking
     )
     _check_ids(chat, config)
     return _checked(tasks, config, chat), chat

@@ -152,7 +152,7 @@ def write_tensors(
 
     Whoever reads meanwhile, or after this was killed, finds all of the old weights or
     all of the new: one file is renamed into its place, or files under new names become
-    the model's with their index. Host memory stays near one tensor.
+    the model's with their index. The host holds two copies of one tensor at most.
 
     Args, Raises: As `save`.
     """

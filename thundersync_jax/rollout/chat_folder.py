@@ -49,6 +49,13 @@ def speaks_bytes(folder: Path) -> bool:
     return read_json(file).get("model", {}).get("vocab") == ours
 
 
+def vocabulary(folder: Path) -> dict[str, int]:
+    """Every token by its name: of the folder's tokenizer, or byte-level ones."""
+    if speaks_bytes(folder):
+        return tokenizer.vocabulary()
+    return load_tokenizer(folder).get_vocab(with_added_tokens=True)
+
+
 def read_json(file: Path) -> dict[str, Any]:
     """The content of a file that need not be there."""
     if not file.exists():

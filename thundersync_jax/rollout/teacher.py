@@ -1,8 +1,9 @@
 """The teacher: who says how likely a student's own tokens are.
 
 One asynchronous interface, so that scores are awaited while tools run. A local teacher
-is a passive engine in a thread of its own; a remote one would be a client. Student and
-teacher must mean the same by every id; `check_vocabulary` says whether they do.
+is a passive engine in a thread of its own, a remote one a client (`vllm_teacher`).
+Student and teacher must mean the same by every id; `check_vocabulary` says whether they
+do.
 """
 
 import asyncio

@@ -260,8 +260,13 @@ class TemplateChat:
             "eos_token_id"
         )
         if given is None:
-            eos = chat_folder.special_tokens(self._folder).get("eos_token")
-            given = [] if eos is None else self._tokenizer.token_to_id(eos)
+            eos = chat_folder.special_tokens(self._folder).get("eos_token", self._end)
+            given = self._tokenizer.token_to_id(eos)
+            if given is None:
+                raise ConfigError(
+                    f"the end token {eos!r} of {self._folder} has no id; expected a "
+                    "token of its tokenizer.json. Correct tokenizer_config.json."
+                )
         ids = given if isinstance(given, list) else [given]
         return tuple(dict.fromkeys([*ids, self._marks[self._end]]))
 
