@@ -16,7 +16,7 @@ from thundersync_jax.models import layers, transformer
 FLOAT32 = 1e-5
 FLOAT64 = 1e-12
 BLOCK = 16  # tokens, for sequences short enough to look at
-OVERHEAD = 1.25  # of a device's share of the flops: the masks, and rows that fill blocks
+OVERHEAD = 1.25  # of a share of the flops: the masks, and rows that fill blocks
 HEAD_DIM = 8
 
 

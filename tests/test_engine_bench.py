@@ -10,10 +10,11 @@ from thundersync_jax.engine_bench import Load, Speed
 from thundersync_jax.rollout.engine import Response
 
 LOAD = Load(requests=3, prompt_tokens=4, tokens=5, vocab_size=50)
+FIRST_SECS = 1.0  # a first round, which compiles
 
 
 class CountingEngine:
-    """Answers all requests of a round in one step that takes `secs`."""
+    """Answers a round in one step of `secs`, the first in one of FIRST_SECS."""
 
     context_tokens = 64
 
@@ -36,7 +37,7 @@ class CountingEngine:
     def step(self):
         if self._error:
             raise self._error
-        time.sleep(self._secs)
+        time.sleep(self._secs if self.rounds else FIRST_SECS)
         asked, self._waiting = self._waiting, []
         self.rounds.append(asked)
         return [self._answer(request) for request in asked]
@@ -56,6 +57,7 @@ def test_engines_take_turns_and_are_asked_alike():
     ]
     for speed, secs in zip(speeds, (0.01, 0.1), strict=True):
         assert speed.slowest <= speed.tokens_per_sec <= speed.fastest <= 15 / secs
+        assert speed.slowest > 15 / FIRST_SECS
     assert speeds[0].tokens_per_sec > speeds[1].tokens_per_sec
     assert not fast.held and not slow.held
     for engine in (fast, slow):
@@ -89,3 +91,37 @@ def test_speeds_as_a_table_and_as_a_record():
     assert first.split()[-4:] == ["9,000", "8,000", "9,100", "2.00"]
     assert second.split()[-1] == "1.00"
     assert engine_bench.record(speeds)[1]["tokens_per_sec"] == 4500.0
+
+
+class RemoteEngine:
+    """A connection to itself, which answers once it was given parameters."""
+
+    context_tokens = 64
+
+    def __init__(self):
+        self.given, self.closed = [], False
+
+    def connect(self, loop, on_error):
+        return self
+
+    async def sample(self, request):
+        assert self.given == [("weights", 3)]
+        count = request.max_new_tokens
+        ids, logprobs = np.zeros(count, np.int32), np.zeros(count, np.float32)
+        return Response(request.session, ids, logprobs, False, 3)
+
+    def release(self, session):
+        pass
+
+    def update(self, params, policy_version, limit_secs):
+        self.given.append((params, policy_version))
+
+    def close(self, timeout_secs):
+        self.closed = True
+        return True
+
+
+def test_an_engine_elsewhere_is_given_the_parameters_and_closed():
+    engine = RemoteEngine()
+    engine_bench.measure({"there": engine}, [LOAD], 1, "weights", 3)
+    assert engine.closed

@@ -362,3 +362,16 @@ def test_devices_share_the_work_of_one_trajectory(fsdp, tensor):
     _, alone = surrogate_gradient(SHARDED, 1, 1)
     _, flops = surrogate_gradient(SHARDED, fsdp, tensor)
     assert flops < 1.3 * alone / 8
+
+
+@pytest.mark.parametrize("fsdp, tensor", [(8, 1), (4, 2), (2, 4)])
+def test_devices_share_the_gradient_of_one_trajectory(fsdp, tensor):
+    """Gathered weights have whole gradients, unless these are scattered again."""
+    placed, _ = place(SHARDED, random_params(SHARDED), fsdp, tensor)
+    (_, gradient), _ = surrogate_gradient(SHARDED, fsdp, tensor)
+
+    def entries_per_device(tree):
+        shards = [x.sharding.shard_shape(x.shape) for x in jax.tree.leaves(tree)]
+        return sum(np.prod(shape) for shape in shards)
+
+    assert entries_per_device(gradient) < 1.1 * entries_per_device(placed)

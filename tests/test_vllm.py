@@ -1,6 +1,7 @@
 """Rollouts sampled by servers: ids, affinity, versions, checks at the start."""
 
 import asyncio
+import dataclasses
 import sys
 import threading
 import time
@@ -225,6 +226,10 @@ def test_temperature_zero_takes_the_largest():
         wide = Request("t", np.arange(62, dtype=np.int32), **given)
         with pytest.raises(ValueError, match="62 tokens.*sample 3.*at most 64"):
             loop.run_until_complete(connection.sample(wide))
+        for temperature in (0.009, 2.1, -1.0):
+            hot = dataclasses.replace(request, temperature=temperature)
+            with pytest.raises(ValueError, match="expected 0 or 0.01 to 2"):
+                loop.run_until_complete(connection.sample(hot))
         connection._servers._keeper.cancel()
         loop.run_until_complete(asyncio.wait([connection._servers._keeper]))
         assert connection.close(0.0)

@@ -19,6 +19,7 @@ from thundersync_jax.rollout.driver import EngineDriver
 from thundersync_jax.rollout.engine import Connection, Engine, RemoteEngine, Request
 
 CLOSE_SECS = 10.0
+PUBLISH_SECS = 300.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +54,11 @@ class Speed:
 
 
 def measure(
-    engines: Mapping[str, Engine | RemoteEngine], loads: Sequence[Load], repeats: int
+    engines: Mapping[str, Engine | RemoteEngine],
+    loads: Sequence[Load],
+    repeats: int,
+    params: object = None,
+    policy_version: int = 0,
 ) -> list[Speed]:
     """Times rounds of requests, after one round of each engine and load that compiles.
 
@@ -61,6 +66,8 @@ def measure(
       engines: By name, with no session held.
       loads: One after the other.
       repeats: Timed rounds of each engine and load.
+      params: Published to engines elsewhere, which answer nothing before.
+      policy_version: Of `params`.
 
     Returns:
       One entry per load and engine.
@@ -69,26 +76,32 @@ def measure(
       ValueError: A request was refused, or sampled another number of tokens.
       Exception: What an engine died of.
     """
-    loop = asyncio.new_event_loop()
-    died: asyncio.Future[None] = loop.create_future()
     connections: dict[str, Connection] = {}
+    runner = asyncio.Runner()
+    loop = runner.get_loop()
+    died: asyncio.Future[None] = loop.create_future()
 
     def on_error(error: BaseException) -> None:
         loop.call_soon_threadsafe(_fail, died, error)
 
     try:
         for name, engine in engines.items():
-            connections[name] = _connect(engine, loop, on_error)
+            if hasattr(engine, "connect"):
+                connections[name] = engine.connect(loop, on_error)
+                connections[name].update(params, policy_version, PUBLISH_SECS)
+            else:
+                connections[name] = EngineDriver(engine, loop, on_error)
         numbers = itertools.count()
         return [
             speed
             for load in loads
-            for speed in _rounds(loop, connections, died, load, repeats, numbers)
+            for speed in _rounds(runner, connections, died, load, repeats, numbers)
         ]
     finally:
+        # First the loop, whose tasks hold the connections of engines elsewhere.
+        runner.close()
         for connection in connections.values():
             connection.close(CLOSE_SECS)
-        loop.close()
 
 
 def table(speeds: Sequence[Speed], reference: str | None = None) -> list[str]:
@@ -119,25 +132,19 @@ def record(speeds: Sequence[Speed]) -> list[dict[str, str | int | float]]:
     return [dataclasses.asdict(speed) for speed in speeds]
 
 
-def _connect(engine, loop, on_error) -> Connection:
-    if hasattr(engine, "connect"):
-        return engine.connect(loop, on_error)
-    return EngineDriver(engine, loop, on_error)
-
-
 def _fail(died, error):
     if not died.done():
         died.set_exception(error)
 
 
-def _rounds(loop, connections, died, load, repeats, numbers):
+def _rounds(runner, connections, died, load, repeats, numbers):
     """One round of every engine to warm up, then `repeats` of each, in turns."""
     rates = {name: [] for name in connections}
     for repeat in range(1 + repeats):
         for name, connection in connections.items():
             requests = _requests(load, next(numbers))
             start = time.perf_counter()
-            loop.run_until_complete(_ask_all(connection, died, requests))
+            runner.run(_ask_all(connection, died, requests))
             secs = time.perf_counter() - start
             if repeat:
                 rates[name].append(load.requests * load.tokens / secs)

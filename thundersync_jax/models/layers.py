@@ -206,10 +206,10 @@ def _mesh_size(name):
 
 
 def _cudnn(query, keys, values):
-    """Not run so far: no GPU was at hand. Its shapes and its result are tested in
-    jax's own form of the same call.
+    """Not run so far, for want of a GPU: it was lowered for CUDA, with its gradient,
+    and computed by jax's own form of the same call.
 
-    Its gradient repeats itself bit for bit only where XLA is asked for deterministic
+    The gradient repeats itself bit for bit only where XLA is asked for deterministic
     operations (--xla_gpu_deterministic_ops=true).
     """
     keys, values = jnp.swapaxes(keys, 0, 1), jnp.swapaxes(values, 0, 1)

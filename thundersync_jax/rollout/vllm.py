@@ -332,6 +332,12 @@ class VLLMConnection:
     ) -> None:
         if version is None:
             raise ValueError("no weights were published yet: call update() before")
+        lowest, highest = vllm_wire.TEMPERATURES
+        if request.temperature and not lowest <= request.temperature <= highest:
+            raise ValueError(
+                f"temperature {request.temperature:g}, expected 0 or {lowest:g} to "
+                f"{highest:g}: vLLM knows no other"
+            )
         most = self._engine.context_tokens
         if not len(prompt) or len(prompt) + request.max_new_tokens > most:
             raise ValueError(

@@ -15,6 +15,10 @@ import numpy as np
 # vLLM writes a log-probability of -inf as this number, which JSON has.
 _EXCLUDED = -9999.0
 
+# Beside 0. vLLM refuses those above; in place of those below it takes the lower end and
+# tells its log alone.
+TEMPERATURES = 0.01, 2.0
+
 _WHOLE_DISTRIBUTION = {
     "top_p": 1.0,
     "top_k": 0,  # vLLM's word for all
