@@ -3,11 +3,12 @@
 #
 #   launch/local_vllm.sh CONFIG WORKDIR [FLAG...]
 #
-# FLAGs go to thundersync_jax.train. What is read from the environment:
+# FLAGs go to the trainer. What is read from the environment:
 #   SERVERS   how many servers (1)           PYTHON   the trainer's (python)
 #   PORT      of the first server (8000)     VLLM     the servers' executable (vllm)
 #   DTYPE     float32 or bfloat16 (float32)  HEALTHY_SECS  a server's start-up (600)
 #   SERVER_GPUS   one per server, such as "0 1"; empty: no GPUs
+#   COMMAND   what runs beside the servers, of thundersync_jax (train)
 #   LEARNER_GPUS  such as "2,3"; empty: as they are
 #   SERVER_FLAGS  further flags of every server, such as "--enforce-eager"
 # Without SERVER_GPUS the servers are taken to run on CPU.
@@ -44,8 +45,12 @@ trap 'exit 143' TERM
 tied=()
 # vLLM on CPU packs a tied head when it starts and never reloads it.
 if ((!${#gpus[@]})); then tied=(--untied); fi
+settings=()
+for flag in "$@"; do
+  if [[ $flag == --config.*=* ]]; then settings+=("$flag"); fi
+done
 said=$("$python" -m thundersync_jax.export --config="$config" --folder="$weights" \
-  --dtype="$dtype" --initial "${tied[@]}" --json "$@" | tee /dev/stderr | tail -n 1)
+  --dtype="$dtype" --initial "${tied[@]}" --json "${settings[@]}" | tee /dev/stderr | tail -n 1)
 context=$("$python" -c 'import json, sys; print(json.loads(sys.argv[1])["context_tokens"])' "$said")
 
 set -m # servers and trainer are process groups of their own: Ctrl-C comes here alone
@@ -75,7 +80,7 @@ done
 
 if [[ -n ${LEARNER_GPUS:-} ]]; then export CUDA_VISIBLE_DEVICES=$LEARNER_GPUS; fi
 status=0
-"$python" -m thundersync_jax.train --config="$config" --workdir="$workdir" \
+"$python" -m "thundersync_jax.${COMMAND:-train}" --config="$config" --workdir="$workdir" \
   --config.vllm.servers="$(IFS=,; echo "${urls[*]}")" \
   --config.vllm.weights_dir="$weights" --config.vllm.dtype="$dtype" "$@" &
 trainer=$!

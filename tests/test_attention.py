@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from thundersync_jax.config import ModelConfig
 from thundersync_jax.models import layers, transformer
@@ -217,10 +217,14 @@ def test_cudnn_is_called_where_it_applies(monkeypatch):
     attend(query[:20], keys, values, None, (7, 20))
     attend(query, keys, values, jnp.arange(40), None)
     attend(query[..., :5], keys[..., :5], values[..., :5], None, None)
-    devices = np.array(jax.devices()[:2]).reshape(2, 1)
-    mesh = Mesh(devices, ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
-    with jax.set_mesh(mesh):
-        attend(query, keys, values, None, None)
+    gpu = jax.sharding.AbstractDevice(
+        device_kind="H200", num_cores=None, platform="gpu"
+    )
+    for fsdp in (2, 1):
+        shape, names = (fsdp, 2), ("fsdp", "tensor")
+        mesh = AbstractMesh(shape, names, (AxisType.Auto,) * 2, abstract_device=gpu)
+        with jax.sharding.use_abstract_mesh(mesh):
+            assert layers._cudnn_applies(query) == (fsdp == 1)
     monkeypatch.undo()
     attend(query, keys, values, None, None)
     assert calls == ["cudnn"]

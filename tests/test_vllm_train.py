@@ -155,8 +155,10 @@ def test_killing_servers_in_the_middle_of_a_step(students, tmp_path):
         finally:
             run.kill()
     failed = [row["failed_members"] for row in _rows(tmp_path)]
+    retried = [row["retried_requests"] for row in _rows(tmp_path)]
     print(f"both gone: ended after {secs:.1f} s with {run.returncode}")
-    print(f"failed members by step {failed}")
+    print(f"by step: failed members {failed}, tried again {retried}")
+    assert sum(retried) > 0
     print(text.splitlines()[-1])
     assert run.returncode not in (0, None) and secs < 15
     assert "no vLLM server is left" in text and "is taken out, 1 left" in text

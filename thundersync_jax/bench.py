@@ -12,6 +12,9 @@ rules sample the same trajectories because keys and parameters are the same.
 
 With exact sums all rules take one trajectory a call, and a fourth contestant in the
 same turns tells what exactness costs: trajectory release with plain sums.
+
+With `--engines` it measures samplers instead: tokens per second of the in-process
+engine, beside the servers of `vllm.servers` where there are some.
 """
 
 import contextlib
@@ -28,7 +31,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from thundersync_jax import calibration, pictures, report, state
+from thundersync_jax import (
+    calibration,
+    devices,
+    engine_bench,
+    parameters,
+    pictures,
+    report,
+    state,
+)
 from thundersync_jax.checkpoint import Checkpoints
 from thundersync_jax.compiling import compile_all
 from thundersync_jax.config import Config
@@ -37,8 +48,12 @@ from thundersync_jax.errors import ConfigError, StreamError
 from thundersync_jax.flags import Flag
 from thundersync_jax.flags import run as run_command
 from thundersync_jax.live import Live, live
+from thundersync_jax.models.decode import InProcessEngine
 from thundersync_jax.peak_bytes import PeakBytes
 from thundersync_jax.progress import Progress
+from thundersync_jax.publish import Publisher
+from thundersync_jax.rollout.engine import Engine, RemoteEngine
+from thundersync_jax.rollout.vllm import VLLMEngine
 from thundersync_jax.run import Factory, Run
 from thundersync_jax.step import Step, conclude
 from thundersync_jax.types import Trajectory
@@ -47,6 +62,7 @@ from thundersync_jax.warm_start import POLICY_VERSION, warm_start
 Tree = Any
 _CALIBRATION_STEPS = 5  # at most
 _IDLE_MEASUREMENTS = 2  # before rows per call are chosen
+_REQUESTS = (16, 64)  # at once, where samplers are measured
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
@@ -56,6 +72,7 @@ def bench(
     *,
     steps: int = 5,
     plot: bool = False,
+    engines: bool = False,
     environment: Factory | None = None,
 ) -> dict[str, Any]:
     """Measures the release rules live; a work directory is for pictures only.
@@ -64,8 +81,9 @@ def bench(
       config: The settings; `config.release` is not looked at.
       workdir: Whose warm start to take, or make, and where pictures go; None makes one
         and forgets it.
-      steps: Measured steps.
+      steps: Measured steps; rounds of requests with `engines`.
       plot: Whether to draw bench_timeline.png and bench.png.
+      engines: Whether to measure samplers instead.
       environment: Makes the task set, in place of `config.env.factory`.
 
     Returns:
@@ -77,6 +95,8 @@ def bench(
     """
     if steps < 1:
         raise ConfigError(f"--steps is {steps}; expected at least 1.")
+    if engines:
+        return _bench_engines(config, steps)
     if plot and workdir is None:
         raise ConfigError(
             "--plot is given without --workdir; expected a work directory for pictures."
@@ -103,6 +123,38 @@ def bench(
     if plot:
         _draw(Path(workdir), rounds, result)
     return result
+
+
+def _bench_engines(config: Config, repeats: int) -> dict[str, Any]:
+    """The in-process engine and servers, sampling turns of the longest length."""
+    display, model, rollout = Display(), config.model, config.rollout
+    devices.prepare(config)
+    placement = devices.place(config)
+    params = parameters.initializer(config, placement.mesh)()
+    context_tokens = rollout.context_tokens
+    compared: dict[str, Engine | RemoteEngine] = {
+        "in process": InProcessEngine(
+            model,
+            params,
+            slots=max(_REQUESTS),
+            context_tokens=context_tokens,
+            steps_per_call=rollout.decode_steps_per_call,
+            prefill_buckets=rollout.prefill_buckets,
+            device_or_sharding=placement.sampler,
+        )
+    }
+    if config.vllm.servers:
+        publisher = Publisher(config.vllm, model, context_tokens, display.line)
+        given = config.vllm, context_tokens, model.vocab_size, publisher.publish
+        compared["vLLM"] = VLLMEngine(*given, display.line)
+    prompt = context_tokens - rollout.turn_tokens
+    turn = prompt, rollout.turn_tokens, model.vocab_size, rollout.temperature
+    loads = [engine_bench.Load(requests, *turn) for requests in _REQUESTS]
+    speeds = engine_bench.measure(compared, loads, repeats, params)
+    reference = "vLLM" if "vLLM" in compared else None
+    for line in engine_bench.table(speeds, reference):
+        display.line(line)
+    return {"engines": engine_bench.record(speeds)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -311,5 +363,6 @@ if __name__ == "__main__":
         flags={
             "steps": Flag(int, 5, "steps to measure"),
             "plot": Flag(bool, False, "draw bench_timeline.png and bench.png"),
+            "engines": Flag(bool, False, "measure samplers instead"),
         },
     )

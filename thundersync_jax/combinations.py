@@ -64,6 +64,7 @@ def check(config: Config) -> None:
     Also where one would have no effect: an accepted setting is a setting that acts.
     """
     _check_folders(config)
+    _check_sampling_servers(config)
     _check_groups(config)
     _check_teacher(config)
     _check_turns(config)
@@ -181,6 +182,16 @@ def _check_remote_teacher(config: Config) -> None:
         "teacher.servers",
         "a number of likeliest ids: servers do not send whole distributions",
         "Set loss.distill_top_k to 16 or the like.",
+    )
+
+
+def _check_sampling_servers(config: Config) -> None:
+    temperature = config.rollout.temperature
+    require(
+        not config.vllm.servers or 0.01 <= temperature <= 2,
+        f"rollout.temperature is {temperature} with vllm.servers",
+        "0.01 to 2: vLLM refuses higher ones and raises lower ones",
+        "Change it, or sample in this process (vllm.servers left out).",
     )
 
 

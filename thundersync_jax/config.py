@@ -187,7 +187,7 @@ class VLLMConfig:
     servers: tuple[str, ...] = ()  # as http://localhost:8000; (): no servers
     weights_dir: str | None = None  # the folder that they serve, and reload
     dtype: PublishedDtype = "float32"  # of the weights there: the servers' --dtype
-    request_timeout_secs: float = 60.0  # deadline of one turn
+    request_timeout_secs: float = 60.0  # deadline of one try of a turn
     attempts: int = 2  # tries of a turn, each on another server where there is one
     publish_timeout_secs: float = 300.0  # deadline of one server's reload
     probe_tolerance: float | None = None  # nats; none: 1e-4 of float32, 0.3 of bfloat16
@@ -219,7 +219,7 @@ class TeacherConfig:
     buckets: tuple[int, ...] = ()  # padded lengths of a turn; (): rollout's prefill's
     servers: tuple[str, ...] = ()  # vLLM servers that score; (): in this process
     path: str | None = None  # the folder that they serve; none: as they say
-    request_timeout_secs: float = 60.0  # deadline of one turn's scores by a server
+    request_timeout_secs: float = 60.0  # of one try of scoring a turn by a server
 
     def __post_init__(self):
         check_types(self, "teacher.")

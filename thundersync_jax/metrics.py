@@ -64,6 +64,7 @@ METRICS: dict[str, str] = {
     "mismatch_truncated_share": "share; of these tokens, learner/sampler above the cap",
     "mismatch_kl": "nats; mean estimate per token of KL(sampler || learner)",
     "probe_difference": "nats; of servers from the learner, after the last publication",
+    "retried_requests": "requests; tried again on servers during the step",
     "teacher_kl": "nats; mean per trained token of loss.distill, student to teacher",
     "teacher_tokens_over_trajectory_tokens": "share; run through the teacher, of all",
     "kl": "nats; mean per trained token of the KL to the reference, with loss.kl_coef",

@@ -168,6 +168,7 @@ class Publisher:
 
 
 def _update(server: Server, version: str) -> None:
+    server.health()  # a hung one would take the whole deadline of a publication
     server.pause()
     server.reload()
     server.reset_prefix_cache()

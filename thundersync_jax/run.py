@@ -75,6 +75,7 @@ class Run:
         self.config = config
         self.latency_scale = 1.0
         self._publisher: Publisher | None = None
+        self._retries = 0
         self._warned: set[str] = set()
         self.workdir = Path(workdir)
         self.on_line = on_line
@@ -224,10 +225,15 @@ class Run:
             **common,
         )
 
-    @property
-    def probe_difference(self) -> float | None:
-        """What servers differed by after the last publication; None without servers."""
-        return None if self._publisher is None else self._publisher.difference
+    def server_metrics(self) -> dict[str, float]:
+        """What servers did since the last call; nothing without servers."""
+        if self._publisher is None:
+            return {}
+        before, self._retries = self._retries, self.engine.retries
+        return {
+            "probe_difference": self._publisher.difference,
+            "retried_requests": self._retries - before,
+        }
 
     @property
     def judged(self) -> bool:

@@ -134,8 +134,7 @@ def _step(run, display, progress, update, now, version, step):
     spans = run.timeline.spans(since=done.start_secs)
     timing = step_timing(spans, done.start_secs, end, run.config.mesh.replica)
     scalars = _scalars(run.config, done, timing, sampled_by, clipped)
-    if run.probe_difference is not None:
-        scalars["probe_difference"] = run.probe_difference
+    scalars |= run.server_metrics()
     display.row(_row(run.config, done, scalars, step))
     _warn_of_mismatch(run, scalars, step)
     for failed in done.failures[:_SHOWN_FAILURES]:

@@ -158,8 +158,7 @@ def segment(
     past_length = slots if past_length is None else past_length
     positions = past_length + jnp.arange(tokens.shape[0], dtype=jnp.int32)
     gap = None if past is None else (past_length, slots)
-    embed = layers.constrain(params["embed"], "vocab", "embed")
-    embed = layers.constrain(embed, "vocab", None)
+    embed = layers.constrain(params["embed"], "vocab", None)
     x = jnp.take(embed, tokens, axis=0).astype(compute_dtype(config))
     x = layers.constrain(x, "tokens", None)
 
@@ -272,8 +271,7 @@ def logits(config: ModelConfig, head: jax.Array, hidden: jax.Array) -> jax.Array
 
 def projection(config: ModelConfig, params: Params) -> Callable[[jax.Array], jax.Array]:
     """Hidden vectors [C, D] to logits [C, V], laid out over the mesh."""
-    head = layers.constrain(head_weights(params), "vocab", "embed")
-    head = layers.constrain(head, "vocab", None)
+    head = layers.constrain(head_weights(params), "vocab", None)
 
     def project(hidden_c):
         hidden_c = layers.constrain(hidden_c, "tokens", None)
