@@ -47,6 +47,7 @@ def get_config(variant: str | None = None) -> Config:
         rollout=RolloutConfig(
             groups_per_step=groups,
             group_size=size,
+            decode_steps_per_call=16,
             context_tokens=160,
             turn_tokens=128,
             turns=1,

@@ -20,6 +20,7 @@ from thundersync_jax.rollout.engine import Connection, Engine, RemoteEngine, Req
 
 CLOSE_SECS = 10.0
 PUBLISH_SECS = 300.0
+REST_SECS = 2.0  # before a round: threads of a server spin for a while after its last
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,6 +144,8 @@ def _rounds(runner, connections, died, load, repeats, numbers):
     for repeat in range(1 + repeats):
         for name, connection in connections.items():
             requests = _requests(load, next(numbers))
+            if len(connections) > 1:
+                time.sleep(REST_SECS)
             start = time.perf_counter()
             runner.run(_ask_all(connection, died, requests))
             secs = time.perf_counter() - start

@@ -24,6 +24,9 @@ from thundersync_jax.rollout.engine import Request, Response
 # Rows that a CPU decodes together. Fewer treat rows differently (below 4) or read the
 # weights for too little work; more compute slots without a turn.
 CPU_BLOCK_ROWS = 8
+# Of engines with so many slots, that are there for their throughput: weights are read
+# half as often, and the last few turns of a step take longer.
+MANY_SLOTS, MANY_BLOCK_ROWS = 64, 16
 
 
 @dataclasses.dataclass(eq=False)
@@ -86,7 +89,7 @@ class InProcessEngine:
             for _ in range(config.layers)
         )
         (device, *_) = self._cache[0].keys.devices()
-        self._block_rows = CPU_BLOCK_ROWS if device.platform == "cpu" else slots
+        self._block_rows = _block_rows(slots) if device.platform == "cpu" else slots
         self._rows = generation.Rows(
             token=np.zeros(slots, np.int32),
             length=np.zeros(slots, np.int32),
@@ -326,6 +329,11 @@ def _seed_words(seed: tuple[int, ...]) -> np.ndarray:
     for i, value in enumerate(seed):
         words[1 + 2 * i : 3 + 2 * i] = value & 0xFFFFFFFF, (value >> 32) & 0xFFFFFFFF
     return words
+
+
+def _block_rows(slots: int) -> int:
+    """Rows that a CPU decodes together; an engine keeps one number for good."""
+    return MANY_BLOCK_ROWS if slots >= MANY_SLOTS else CPU_BLOCK_ROWS
 
 
 def _check(slots, context_tokens, steps_per_call, prefill_buckets):
