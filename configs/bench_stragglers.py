@@ -47,7 +47,6 @@ def get_config(variant: str | None = None) -> Config:
         rollout=RolloutConfig(
             groups_per_step=groups,
             group_size=size,
-            decode_steps_per_call=16,
             context_tokens=160,
             turn_tokens=128,
             turns=1,
@@ -61,6 +60,6 @@ def get_config(variant: str | None = None) -> Config:
             options=LettersOptions(),
             verify_latency=LatencyConfig("straggler", median_secs=3.0),
         ),
-        mesh=MeshConfig(rows_per_call=4),
+        mesh=MeshConfig(rows_per_call=4, sampler_devices=2),
         evaluation=EvaluationConfig(questions=16, every_steps=0),
     )

@@ -98,6 +98,15 @@ WRONG = {
     "rollout.turn_tokens is 96": lambda: RolloutConfig(turn_tokens=96),
     "rollout.turns is 0": lambda: RolloutConfig(turns=0),
     "rollout.cut_actions is 'drop'": lambda: RolloutConfig(cut_actions="drop"),
+    "mesh.sampler_devices is 2 with mesh.sampler 'shared'": lambda: MeshConfig(
+        sampler="shared", sampler_devices=2
+    ),
+    "mesh.sampler_devices is 3 with rollout.slots 32": lambda: Config(
+        mesh=MeshConfig(sampler_devices=3)
+    ),
+    "mesh.sampler_devices is 16 with rollout.slots 32": lambda: Config(
+        mesh=MeshConfig(sampler_devices=16)
+    ),
     "rollout.stop_ids is 261": lambda: RolloutConfig(stop_ids=261),
     "rollout.stop_ids is (1, 1)": lambda: RolloutConfig(stop_ids=(1, 1)),
     "rollout.stop_ids is (1, -1)": lambda: RolloutConfig(stop_ids=(1, -1)),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from thundersync_jax.config import ModelConfig
-from thundersync_jax.models import decode, generation, transformer
+from thundersync_jax.models import decode, decode_group, generation, transformer
 from thundersync_jax.ops import sampling
 from thundersync_jax.rollout.engine import Request
 
@@ -36,6 +36,15 @@ def make_engine(params=PARAMS, slots=5, **changes):
         "prefill_buckets": BUCKETS,
     }
     return decode.InProcessEngine(CONFIG, params, slots, **(settings | changes))
+
+
+def make_group(slots):
+    settings = {
+        "context_tokens": CONTEXT,
+        "steps_per_call": 4,
+        "prefill_buckets": BUCKETS,
+    }
+    return decode_group.make(jax.devices()[2:4], CONFIG, PARAMS, slots, **settings)
 
 
 def prompt(name, tokens=6):
@@ -85,15 +94,11 @@ def converse(engine, names, turns=3):
     return {name: [np.concatenate(x) for x in parts] for name, parts in record.items()}
 
 
-@pytest.mark.parametrize(
-    ("slots", "sessions"), [(5, 12), (19, 12), (decode.MANY_SLOTS + 6, 20)]
-)
-def test_ids_do_not_depend_on_batch_slot_or_order(slots, sessions):
+@pytest.mark.parametrize("slots", [5, 19])
+def test_ids_do_not_depend_on_batch_slot_or_order(slots):
     """verl-project/verl#6280: results moved with what else was in the batch."""
-    names = list(range(sessions))
-    # Engines with many slots decode other blocks, and are alike among themselves.
-    alone = make_engine(slots=min(slots, decode.MANY_SLOTS))
-    reference = {name: converse(alone, [name])[name] for name in names}
+    names = list(range(12))
+    reference = {name: converse(make_engine(), [name])[name] for name in names}
     assert len({tuple(ids) for ids, _, _ in reference.values()}) == len(names)
     # One block of decoded rows with room to spare, then two, the second not full.
     crowded = make_engine(slots=slots)
@@ -103,6 +108,35 @@ def test_ids_do_not_depend_on_batch_slot_or_order(slots, sessions):
             for name, (ids, logprobs, _) in ids_and_more.items():
                 np.testing.assert_array_equal(ids, reference[name][0])
                 np.testing.assert_array_equal(logprobs, reference[name][1])
+
+
+def test_several_devices_sample_what_one_does():
+    names = list(range(12))
+    reference = {name: converse(make_engine(), [name])[name] for name in names}
+    group = make_group(slots=10)
+    for order in (names, names[::-1]):
+        for name, (ids, logprobs, _) in converse(group, order).items():
+            np.testing.assert_array_equal(ids, reference[name][0])
+            np.testing.assert_array_equal(logprobs, reference[name][1])
+
+
+def test_new_sessions_go_to_the_device_with_the_fewest():
+    group = make_group(slots=8)
+    for session in range(4):
+        group.submit(turn(session, prompt(session)))
+    for session in (0, 2, "unknown"):
+        group.release(session)
+    for session in (4, 5, 6):
+        group.submit(turn(session, prompt(session)))
+    held = [sorted(engine._sessions) for engine in group._engines]
+    assert held == [[4, 5], [1, 3, 6]] or held == [[4, 5, 6], [1, 3]]
+    with pytest.raises(ValueError, match="release every session first"):
+        group.update(PARAMS, 1)
+    assert len(finish(group)) == 5
+    for session in (1, 3, 4, 5, 6):
+        group.release(session)
+    group.update(PARAMS, 1)
+    assert group.policy_version == 1 and not group.busy
 
 
 @pytest.mark.parametrize("slots", [2, 7, 16])

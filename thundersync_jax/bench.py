@@ -48,7 +48,7 @@ from thundersync_jax.errors import ConfigError, StreamError
 from thundersync_jax.flags import Flag
 from thundersync_jax.flags import run as run_command
 from thundersync_jax.live import Live, live
-from thundersync_jax.models.decode import InProcessEngine
+from thundersync_jax.models import decode_group
 from thundersync_jax.peak_bytes import PeakBytes
 from thundersync_jax.progress import Progress
 from thundersync_jax.publish import Publisher
@@ -133,14 +133,14 @@ def _bench_engines(config: Config, repeats: int) -> dict[str, Any]:
     params = parameters.initializer(config, placement.mesh)()
     context_tokens = rollout.context_tokens
     compared: dict[str, Engine | RemoteEngine] = {
-        "in process": InProcessEngine(
+        "in process": decode_group.make(
+            placement.samplers,
             model,
             params,
             slots=max(_REQUESTS),
             context_tokens=context_tokens,
             steps_per_call=rollout.decode_steps_per_call,
             prefill_buckets=rollout.prefill_buckets,
-            device_or_sharding=placement.sampler,
         )
     }
     if config.vllm.servers:

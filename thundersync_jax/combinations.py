@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _BYTE_LEVEL_IDS = 262  # 256 bytes and the special tokens of rollout/tokenizer.py
 _END = 261  # of them, ends an action
+_LEAST_SLOTS = 4  # of a device: smaller batches sample other ids
 MOST_ADDENDS = 8191  # of a sum in ops/exact_sum.py, which this file must not import
 # Members of a group that an estimator needs to tell one reward from another.
 _LEAST_MEMBERS = {
@@ -64,7 +65,7 @@ def check(config: Config) -> None:
     Also where one would have no effect: an accepted setting is a setting that acts.
     """
     _check_folders(config)
-    _check_sampling_servers(config)
+    _check_samplers(config)
     _check_groups(config)
     _check_teacher(config)
     _check_turns(config)
@@ -185,7 +186,20 @@ def _check_remote_teacher(config: Config) -> None:
     )
 
 
-def _check_sampling_servers(config: Config) -> None:
+def _check_samplers(config: Config) -> None:
+    devices, slots = config.mesh.sampler_devices, config.rollout.slots
+    require(
+        devices == 1 or (slots % devices == 0 and slots // devices >= _LEAST_SLOTS),
+        f"mesh.sampler_devices is {devices} with rollout.slots {slots}",
+        f"a divisor of the slots that leaves each at least {_LEAST_SLOTS}",
+        f"Set rollout.slots to {devices * max(_LEAST_SLOTS, slots // devices)}.",
+    )
+    require(
+        devices == 1 or not config.vllm.servers,
+        f"mesh.sampler_devices is {devices} with vllm.servers",
+        "1: the servers sample",
+        "Leave mesh.sampler_devices out.",
+    )
     temperature = config.rollout.temperature
     require(
         not config.vllm.servers or 0.01 <= temperature <= 2,

@@ -161,11 +161,20 @@ class MeshConfig:
     fsdp: int = 1  # devices of a replica that share parameters and tokens
     tensor: int = 1  # devices of a replica that share heads and hidden units
     sampler: Sampler = "own_device"  # the sampler's device: its own, or the learner's
+    sampler_devices: int = 1  # of its own, which share the slots
     rows_per_call: int = 8  # trajectories of a call: final or of equal reward; exact: 1
 
     def __post_init__(self):
         check_types(self, "mesh.")
         positive(self, "mesh.", ["replica", "fsdp", "tensor", "rows_per_call"])
+        positive(self, "mesh.", ["sampler_devices"])
+        require(
+            self.sampler == "own_device" or self.sampler_devices == 1,
+            f"mesh.sampler_devices is {self.sampler_devices} with mesh.sampler "
+            f"{self.sampler!r}",
+            "1: a shared sampler has the learner's first device",
+            "Set mesh.sampler to 'own_device' or mesh.sampler_devices to 1.",
+        )
 
 
 @dataclasses.dataclass(frozen=True)

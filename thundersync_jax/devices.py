@@ -15,8 +15,8 @@ class Placement(NamedTuple):
     """The learner's mesh and the devices beside it."""
 
     mesh: Mesh
-    sampler: jax.Device
-    teacher: jax.Device  # the sampler's where the config has none of its own
+    samplers: tuple[jax.Device, ...]
+    teacher: jax.Device  # the first sampler's where the config has none of its own
 
 
 def prepare(config: Config) -> None:
@@ -28,7 +28,7 @@ def prepare(config: Config) -> None:
     """
     mesh = config.mesh
     wanted = mesh.replica * mesh.fsdp * mesh.tensor
-    wanted += _samples_alone(config) + _teaches_alone(config)
+    wanted += _samplers(config) + _teaches_alone(config)
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         # Refused where jax runs already, with as many devices as it has.
         with contextlib.suppress(RuntimeError):
@@ -40,8 +40,8 @@ def prepare(config: Config) -> None:
 def place(config: Config) -> Placement:
     """Returns the learner's mesh over the first devices, and those behind it.
 
-    The sampler takes the device behind the mesh, or the learner's first where the
-    config says "shared". A teacher takes the one behind that, or the sampler's.
+    The sampler takes the devices behind the mesh, or the learner's first where the
+    config says "shared". A teacher takes the one behind those, or the sampler's first.
 
     Raises:
       ValueError: There are too few devices.
@@ -49,23 +49,23 @@ def place(config: Config) -> Placement:
     devices, asked = jax.devices(), config.mesh
     mesh = make_mesh(asked.replica, asked.fsdp, asked.tensor, devices)
     rest = devices[mesh.size :]
-    sampler = devices[0]
-    if _samples_alone(config):
-        if not rest:
-            raise ValueError(
-                "mesh.sampler is 'own_device' and the learner takes all "
-                f"{mesh.size} devices; set mesh.sampler=shared or make the mesh smaller"
-            )
-        sampler, *rest = rest
+    alone = _samplers(config)
+    if alone > len(rest):
+        raise ValueError(
+            f"mesh.sampler is 'own_device' with mesh.sampler_devices {alone} and the "
+            f"learner takes {mesh.size} of {len(devices)} devices; set "
+            "mesh.sampler=shared or make the mesh smaller"
+        )
+    samplers, rest = tuple(rest[:alone]) or (devices[0],), rest[alone:]
     if not _teaches_alone(config):
-        return Placement(mesh, sampler, sampler)
+        return Placement(mesh, samplers, samplers[0])
     if not rest:
         raise ValueError(
             f"teacher.device is 'own_device' and learner and sampler take all "
             f"{len(devices)} devices; set teacher.device=sampler or make the mesh "
             "smaller"
         )
-    return Placement(mesh, sampler, rest[0])
+    return Placement(mesh, samplers, rest[0])
 
 
 def _teaches_alone(config: Config) -> bool:
@@ -73,6 +73,7 @@ def _teaches_alone(config: Config) -> bool:
     return teacher.workdir is not None and teacher.device == "own_device"
 
 
-def _samples_alone(config: Config) -> bool:
-    """Whether the sampler has a device of its own; servers are elsewhere."""
-    return config.mesh.sampler == "own_device" and not config.vllm.servers
+def _samplers(config: Config) -> int:
+    """How many devices do nothing but sample; servers are elsewhere."""
+    alone = config.mesh.sampler == "own_device" and not config.vllm.servers
+    return config.mesh.sampler_devices if alone else 0

@@ -28,7 +28,9 @@ from thundersync_jax.config import Config, LatencyConfig
 from thundersync_jax.envs.base import Environment, TaskSet, load_factory
 from thundersync_jax.envs.latency import WithLatency
 from thundersync_jax.learner_clock import LearnerClock
+from thundersync_jax.models import decode_group
 from thundersync_jax.models.decode import InProcessEngine
+from thundersync_jax.models.decode_group import EngineGroup
 from thundersync_jax.publish import Publisher
 from thundersync_jax.rollout.agent import PHASES
 from thundersync_jax.rollout.events import Job
@@ -131,7 +133,7 @@ class Run:
             chat=self.chat,
         )
 
-    def _make_engine(self, params: Tree) -> InProcessEngine | VLLMEngine:
+    def _make_engine(self, params: Tree) -> InProcessEngine | EngineGroup | VLLMEngine:
         config = self.config
         rollout = config.rollout
         if config.vllm.servers:
@@ -140,14 +142,14 @@ class Run:
             self._publisher = Publisher(*given)
             publish, vocab_size = self._publisher.publish, config.model.vocab_size
             return VLLMEngine(config.vllm, tokens, vocab_size, publish, self.on_line)
-        return InProcessEngine(
+        return decode_group.make(
+            self.placement.samplers,
             config.model,
             params,
             slots=rollout.slots,
             context_tokens=rollout.context_tokens,
             steps_per_call=rollout.decode_steps_per_call,
             prefill_buckets=rollout.prefill_buckets,
-            device_or_sharding=self.placement.sampler,
         )
 
     def __enter__(self) -> "Run":
@@ -329,11 +331,11 @@ class Run:
 
     def _introduce(self, params: Tree, found: memory.SumMemory) -> None:
         """Says what runs where, and what streaming costs in memory."""
-        shape, sampler = self.placement.mesh.shape, self.placement.sampler
+        shape = self.placement.mesh.shape
         count = sum(x.size for x in jax.tree.leaves(params))
         axes = " x ".join(f"{name} {size}" for name, size in shape.items())
-        if servers := self.config.vllm.servers:
-            sampler = ", ".join(servers)
+        places = self.config.vllm.servers or self.placement.samplers
+        sampler = ", ".join(map(str, places))
         self.on_line(f"{count:,} parameters; learner on {axes}, sampler on {sampler}")
         if self.config.model.path is not None:
             self.on_line(f"weights and shape of {self.config.model.path}")

@@ -24,9 +24,6 @@ from thundersync_jax.rollout.engine import Request, Response
 # Rows that a CPU decodes together. Fewer treat rows differently (below 4) or read the
 # weights for too little work; more compute slots without a turn.
 CPU_BLOCK_ROWS = 8
-# Of engines with so many slots, that are there for their throughput: weights are read
-# half as often, and the last few turns of a step take longer.
-MANY_SLOTS, MANY_BLOCK_ROWS = 64, 16
 
 
 @dataclasses.dataclass(eq=False)
@@ -89,7 +86,7 @@ class InProcessEngine:
             for _ in range(config.layers)
         )
         (device, *_) = self._cache[0].keys.devices()
-        self._block_rows = _block_rows(slots) if device.platform == "cpu" else slots
+        self._block_rows = CPU_BLOCK_ROWS if device.platform == "cpu" else slots
         self._rows = generation.Rows(
             token=np.zeros(slots, np.int32),
             length=np.zeros(slots, np.int32),
@@ -103,6 +100,7 @@ class InProcessEngine:
         self._queue: collections.deque[_Session] = collections.deque()  # no slot yet
         self._ready: list[_Session] = []  # slot held, turn not begun
         self._decoding: dict[int, _Session] = {}  # by slot
+        self._sampled: list[jax.Array] = []  # ids and log-probabilities, dispatched
         self._prompts: dict[bytes, int] = {}  # which slot's cache begins with these ids
         self._prompt_of: dict[int, bytes] = {}  # the same by slot
         self.update(params, policy_version)
@@ -158,6 +156,14 @@ class InProcessEngine:
 
     def step(self) -> list[Response]:
         """Fills free slots, begins turns, decodes at most `steps_per_call` tokens."""
+        self.dispatch()
+        return self.collect()
+
+    def dispatch(self) -> None:
+        """The first half of `step`, which does not wait for the device.
+
+        Nothing may be submitted or released before `collect`.
+        """
         while self._queue and self._free:
             session = self._queue.popleft()
             session.slot = self._free.pop()
@@ -169,8 +175,8 @@ class InProcessEngine:
         del self._ready[: self._block_rows]
         self._fill([self._begin(session) for session in turns])
         if not self._decoding:
-            return []
-        self._cache, ids, logprobs = generation.decode(
+            return
+        self._cache, *self._sampled = generation.decode(
             self._config,
             self._steps,
             self._block_rows,
@@ -178,7 +184,11 @@ class InProcessEngine:
             self._cache,
             self._rows,
         )
-        return self._collect(*jax.device_get((ids, logprobs)))
+
+    def collect(self) -> list[Response]:
+        """The second half of `step`: waits for what was dispatched."""
+        sampled, self._sampled = self._sampled, []
+        return self._collect(*jax.device_get(sampled)) if sampled else []
 
     def _check_request(self, session: _Session, request: Request) -> None:
         name, new, limit = request.session, len(request.new_ids), request.max_new_tokens
@@ -329,11 +339,6 @@ def _seed_words(seed: tuple[int, ...]) -> np.ndarray:
     for i, value in enumerate(seed):
         words[1 + 2 * i : 3 + 2 * i] = value & 0xFFFFFFFF, (value >> 32) & 0xFFFFFFFF
     return words
-
-
-def _block_rows(slots: int) -> int:
-    """Rows that a CPU decodes together; an engine keeps one number for good."""
-    return MANY_BLOCK_ROWS if slots >= MANY_SLOTS else CPU_BLOCK_ROWS
 
 
 def _check(slots, context_tokens, steps_per_call, prefill_buckets):
