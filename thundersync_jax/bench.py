@@ -42,7 +42,7 @@ from thundersync_jax import (
 )
 from thundersync_jax.checkpoint import Checkpoints
 from thundersync_jax.compiling import compile_all
-from thundersync_jax.config import Config
+from thundersync_jax.config import Config, VLLMConfig
 from thundersync_jax.display import Display
 from thundersync_jax.errors import ConfigError, StreamError
 from thundersync_jax.flags import Flag
@@ -128,8 +128,10 @@ def bench(
 def _bench_engines(config: Config, repeats: int) -> dict[str, Any]:
     """The in-process engine and servers, sampling turns of the longest length."""
     display, model, rollout = Display(), config.model, config.rollout
-    devices.prepare(config)
-    placement = devices.place(config)
+    # The sampler has its devices here although there are servers.
+    local = dataclasses.replace(config, vllm=VLLMConfig())
+    devices.prepare(local)
+    placement = devices.place(local)
     params = parameters.initializer(config, placement.mesh)()
     context_tokens = rollout.context_tokens
     compared: dict[str, Engine | RemoteEngine] = {

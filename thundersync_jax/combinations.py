@@ -194,12 +194,6 @@ def _check_samplers(config: Config) -> None:
         f"a divisor of the slots that leaves each at least {_LEAST_SLOTS}",
         f"Set rollout.slots to {devices * max(_LEAST_SLOTS, slots // devices)}.",
     )
-    require(
-        devices == 1 or not config.vllm.servers,
-        f"mesh.sampler_devices is {devices} with vllm.servers",
-        "1: the servers sample",
-        "Leave mesh.sampler_devices out.",
-    )
     temperature = config.rollout.temperature
     require(
         not config.vllm.servers or 0.01 <= temperature <= 2,

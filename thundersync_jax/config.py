@@ -161,7 +161,7 @@ class MeshConfig:
     fsdp: int = 1  # devices of a replica that share parameters and tokens
     tensor: int = 1  # devices of a replica that share heads and hidden units
     sampler: Sampler = "own_device"  # the sampler's device: its own, or the learner's
-    sampler_devices: int = 1  # of its own, which share the slots
+    sampler_devices: int = 1  # of its own, which share the slots; servers need none
     rows_per_call: int = 8  # trajectories of a call: final or of equal reward; exact: 1
 
     def __post_init__(self):
