@@ -8,7 +8,7 @@ TASKS = ["reasoning-gym>=0.1.25,<0.2"]
 PLOTS = ["matplotlib>=3.9,<4"]
 TENSORBOARD = ["tensorboardX>=2.6.4,<3"]  # writes event files without TensorFlow
 HF = ["tokenizers>=0.22,<0.25", "jinja2>=3.1.6,<4"]
-VLLM = ["httpx>=0.28,<0.29"]  # only the client; servers have an environment of their own
+VLLM = ["httpx>=0.28,<0.29"]  # the client; servers have an environment of their own
 
 setup(
     name="thundersync_jax",

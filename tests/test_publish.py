@@ -1,6 +1,7 @@
 """New weights reach every server before the next request, or the run ends."""
 
 import contextlib
+import json
 
 import echo_task
 import jax
@@ -161,6 +162,8 @@ def test_a_run_samples_from_its_servers_alone(folder, tmp_path):
         asked = [len(server.bodies) for server in servers]
     rows = read(tmp_path / "run")[1:]
     assert min(asked) > 10
+    spans = json.loads((tmp_path / "run" / "timeline.json").read_text())["traceEvents"]
+    assert sum(span["name"] == "publish" for span in spans) >= 2
     for row in rows:
         assert row["mismatch_mean"] < 1e-5 and row["staleness_max"] == 0
         assert row["probe_difference"] < 1e-5

@@ -208,6 +208,7 @@ def warmed(monkeypatch, **changes):
     run = types.SimpleNamespace(
         config=config,
         tasks=echo_task.tasks(),
+        chat=ByteLevel(),
         publish=lambda params, version: None,
         set_reference=lambda params: None,
         on_line=lambda line: None,

@@ -72,6 +72,12 @@ def test_mismatch_of_sampler_and_learner_is_measured_without_being_asked(plain):
         assert row["mismatch_truncated_share"] == 0
 
 
+def test_a_large_mismatch_is_said_once(tmp_path, capsys):
+    trained(tmp_path, **{"rollout.mismatch_warning": 1e-12})
+    said = capsys.readouterr().out.count("sampler and learner disagree")
+    assert said == 1
+
+
 def test_tracked_baseline_follows_the_shaped_rewards_of_its_prompt(tmp_path):
     words, most = echo_task.tasks().train[:4], echo_task.SCRIPTED.rollout
     scripts = {words[0]: [1.0, 1.0, 0.0, 1.0], words[1]: [0.0, 0.0, 0.0, 1.0]}

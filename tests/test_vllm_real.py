@@ -6,12 +6,7 @@ starts one on a free port, with a tiny Qwen3 of random parameters, and stops it.
 """
 
 import asyncio
-import contextlib
-import os
 import re
-import signal
-import socket
-import subprocess
 import time
 import urllib.request
 
@@ -27,6 +22,7 @@ from rollout_fakes import (
     outcomes,
     roll,
 )
+from vllm_process import MARKS, Process
 
 from thundersync_jax import export
 from thundersync_jax.config import Config, ModelConfig, VLLMConfig
@@ -34,17 +30,11 @@ from thundersync_jax.errors import ServerError
 from thundersync_jax.models import transformer
 from thundersync_jax.publish import Publisher
 from thundersync_jax.rollout.pool import Completed, Rewarded
-from thundersync_jax.rollout.vllm import Server, VLLMEngine
+from thundersync_jax.rollout.vllm import VLLMEngine
 from thundersync_jax.rollout.vllm_teacher import VLLMTeacher
 from thundersync_jax.types import StopReason
 
-EXECUTABLE = os.environ.get("THUNDERSYNC_VLLM")
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(
-        not EXECUTABLE, reason="THUNDERSYNC_VLLM names no vllm executable"
-    ),
-]
+pytestmark = MARKS
 # On CPU, vLLM dies of heads below 32 at its first token, and its reload leaves the head
 # of a model with tied embeddings as it was.
 MODEL = ModelConfig(
@@ -56,7 +46,6 @@ MODEL = ModelConfig(
     tied_embeddings=False,
 )
 CONTEXT = 512
-START_SECS = 300.0
 TOLERANCE = 1e-4  # nats, of float32 on both sides
 
 
@@ -65,44 +54,9 @@ def served(tmp_path_factory):
     """A server, the process that it is, and its folder."""
     folder = tmp_path_factory.mktemp("served") / "weights"
     export.export(Config(model=MODEL), folder=str(folder), initial=True)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [EXECUTABLE, "serve", str(folder), "--port", str(port)]
-    command += ["--dtype", "float32", "--max-model-len", str(CONTEXT)]
-    command += ["--enforce-eager", "--logprobs-mode", "processed_logprobs"]
-    given = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    with open(folder.parent / "log", "wb") as log:
-        process = subprocess.Popen(
-            command,
-            env={**os.environ, **given},
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-    server = Server(f"http://127.0.0.1:{port}", 60.0)
-    try:
-        end = time.monotonic() + START_SECS
-        while True:
-            assert process.poll() is None, (folder.parent / "log").read_text()[-2000:]
-            with contextlib.suppress(ConnectionError):
-                server.health()
-                break
-            assert time.monotonic() < end, "it does not become healthy"
-            time.sleep(0.5)
-        yield server, process, str(folder)
-    finally:
-        stop(process)
-
-
-def stop(process):
-    """Ends the server and what it has started."""
-    for number, limit_secs in ((signal.SIGTERM, 20.0), (signal.SIGKILL, 20.0)):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(limit_secs)
+    with Process(folder, CONTEXT) as process:
+        process.wait()
+        yield process.server, process, str(folder)
 
 
 def params_of(seed):
@@ -287,8 +241,7 @@ def test_a_killed_server_ends_the_run_with_the_reason(served):
     ):
         pool.update(params_of(0), 0)
         assert len(of_kind(roll(pool, 2), Completed)) == 2
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        process.kill()
         start = time.monotonic()
         roll(pool, 4, step=1)
     assert time.monotonic() - start < 10.0

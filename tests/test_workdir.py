@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from thundersync_jax import workdir
-from thundersync_jax.config import Config, OptimConfig
+from thundersync_jax.config import Config, OptimConfig, VLLMConfig
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.workdir import locked, saved_result
 
@@ -108,3 +108,14 @@ def test_one_process_at_a_time_and_a_killed_one_leaves_no_lock(tmp_path):
     for _ in range(2):
         with locked(place):
             pass
+
+
+def test_servers_may_be_elsewhere_when_a_run_goes_on(tmp_path):
+    def served(address, folder="weights"):
+        servers = VLLMConfig(servers=(address,), weights_dir=folder)
+        return dataclasses.replace(CONFIG, vllm=servers)
+
+    claim(tmp_path, served("http://a:8000"))
+    claim(tmp_path, served("http://b:8000", "elsewhere"))
+    with pytest.raises(ConfigError, match="seed: 0 -> 7"):
+        claim(tmp_path, dataclasses.replace(served("http://b:8000"), seed=7))

@@ -54,6 +54,7 @@ class FakeServer:
     def __init__(self, max_model_len=512, development=True, logits=hashed_logits):
         self.max_model_len = max_model_len
         self.development = development
+        self.port = 0  # any that is free
         self.logits = logits
         self.bodies, self.ids, self.aborted, self.calls = [], [], [], []
         self.weight_version = "default"
@@ -79,7 +80,7 @@ class FakeServer:
             def handle_error(self, request, client_address):
                 pass  # clients leave, and servers are killed
 
-        self._server = HTTP(("127.0.0.1", 0), Handler)
+        self._server = HTTP(("127.0.0.1", self.port), Handler)
         self.address = f"http://127.0.0.1:{self._server.server_address[1]}"
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(0.02,), daemon=True

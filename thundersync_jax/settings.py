@@ -167,18 +167,20 @@ def differences(
     return lines
 
 
-def check_same_config(saved: Mapping[str, Any], config: Any, workdir: str) -> None:
+def check_same_config(
+    saved: Mapping[str, Any], current: Mapping[str, Any], workdir: str
+) -> None:
     """Refuses to continue a work directory under other settings.
 
     Args:
       saved: The `config_dict` read back from the directory's config.json.
-      config: The settings of this run.
+      current: That of this run's settings.
       workdir: Named in the error.
 
     Raises:
       ConfigError: Some settings differ; all of them are named.
     """
-    changed = differences(saved, config_dict(config))
+    changed = differences(saved, current)
     if changed:
         raise ConfigError(
             f"{workdir} holds a run with other settings ({'; '.join(changed)}), "

@@ -56,8 +56,8 @@ def claim(
     """Makes a work directory the config's own: config.json is written on first use,
     and the vocabulary beside it.
 
-    A later run may raise `steps`, since the steps before it stay the same; every other
-    setting must be the saved one.
+    A later run may raise `steps`, since the steps before it stay the same, and have its
+    servers elsewhere; every other setting must be the saved one.
 
     Raises:
       ConfigError: The directory belongs to a run with other settings, or it cannot be
@@ -82,7 +82,8 @@ def check_claim(workdir: str | os.PathLike, config: Config) -> bool:
     saved = _read(path, "config", "Use another --workdir.")
     more_steps = saved["steps"] < config.steps
     compared = saved | {"steps": config.steps} if more_steps else saved
-    check_same_config(compared, config, str(workdir))
+    given = _elsewhere(compared), _elsewhere(config_dict(config))
+    check_same_config(*given, str(workdir))
     return more_steps
 
 
@@ -113,6 +114,15 @@ def replace_text(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, path)
+
+
+def _elsewhere(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings without those that say where servers are and how long to wait."""
+    teacher = dict(settings.get("teacher", {}))
+    for name in ("servers", "path", "request_timeout_secs"):
+        teacher.pop(name, None)
+    kept = {name: value for name, value in settings.items() if name != "vllm"}
+    return kept | {"teacher": teacher}
 
 
 def _made(workdir: str | os.PathLike) -> Path:
