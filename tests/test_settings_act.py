@@ -21,6 +21,7 @@ from thundersync_jax.config import Config, ModelConfig, OptimConfig
 from thundersync_jax.evaluate import Evaluation
 from thundersync_jax.mesh import make_mesh
 from thundersync_jax.models import transformer
+from thundersync_jax.rollout.render import ByteLevel
 from thundersync_jax.rope_scaling import RopeScaling
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
