@@ -61,9 +61,10 @@ def test_weights_arrive_in_this_order_and_are_proved(folder, served):
     lines = []
     one = publisher(folder, lines)
     for version in (0, 1, 2):
-        assert publish(one, version, version, served) == {}
+        name, lost = publish(one, version, version, served)
+        assert lost == {} and f"policy {version}" in name
         assert served.calls == ORDER * (version + 1)
-        assert served.weight_version == str(version)
+        assert served.weight_version == name
         assert one.difference < 1e-5
     assert len(lines) == 1 and "1 servers hold the policy" in lines[0]
 
@@ -114,9 +115,17 @@ def test_servers_that_are_gone_are_named_and_the_others_go_on(folder, served):
     with PolicyServer(folder, CONTEXT) as other:
         gone = other.address
     one = publisher(folder)
-    lost = publish(one, 0, 0, served, other)
+    name, lost = publish(one, 0, 0, served, other)
     assert [server.address for server in lost] == [gone]
-    assert served.weight_version == "0" and one.difference < 1e-5
+    assert served.weight_version == name and one.difference < 1e-5
+
+
+def test_no_two_publications_have_one_name(folder, served):
+    """Another trainer's policy of the same version is not this one's."""
+    names = [publish(publisher(folder), 0, 0, served)[0] for _ in range(2)]
+    one = publisher(folder)
+    names += [publish(one, 0, 0, served)[0] for _ in range(2)]
+    assert len(set(names)) == 4
 
 
 def test_a_server_that_refuses_the_weights_ends_the_run(folder, served):

@@ -29,7 +29,7 @@ from thundersync_jax.errors import ConfigError, ServerError
 from thundersync_jax.rollout.engine import Request
 from thundersync_jax.rollout.pool import Completed, Rewarded
 from thundersync_jax.rollout.tokenizer import END
-from thundersync_jax.rollout.vllm import VLLMEngine
+from thundersync_jax.rollout.vllm import Published, VLLMEngine
 from thundersync_jax.types import StopReason
 
 
@@ -130,6 +130,7 @@ def test_a_skipped_publication_is_found_out():
         for server in servers if version < 2 else ():
             server.reload()
             server.set_weight_version(str(version))
+        return Published(str(version), {})
 
     with FakeServer(logits=logits) as fake:
         fake.on_reload = reload

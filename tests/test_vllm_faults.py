@@ -24,6 +24,7 @@ from vllm_fake import FakeServer, engine_of
 from thundersync_jax.errors import ServerError
 from thundersync_jax.rollout import vllm_servers
 from thundersync_jax.rollout.pool import Completed, Failed, Rewarded
+from thundersync_jax.rollout.vllm import Published
 from thundersync_jax.types import StopReason
 
 SOON_SECS = 0.5
@@ -85,7 +86,7 @@ def test_a_server_that_dies_between_steps_is_missed_by_the_publication():
                 server.set_weight_version(str(version))
             except ConnectionError as error:
                 lost[server] = str(error)
-        return lost
+        return Published(str(version), lost)
 
     lines = []
     with FakeServer() as a, FakeServer() as b:

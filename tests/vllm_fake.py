@@ -16,7 +16,7 @@ import time
 import numpy as np
 
 from thundersync_jax.config import VLLMConfig
-from thundersync_jax.rollout.vllm import VLLMEngine
+from thundersync_jax.rollout.vllm import Published, VLLMEngine
 
 VOCAB = 264
 MODEL = "fake"
@@ -249,6 +249,7 @@ def name_versions(params, version, servers):
     """A publication without weights."""
     for server in servers:
         server.set_weight_version(str(version))
+    return Published(str(version), {})
 
 
 def engine_of(*fakes, lines=None, publish=name_versions, **settings):

@@ -9,6 +9,7 @@ samples behind it, the learner's log-probabilities.
 """
 
 import functools
+import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -20,7 +21,7 @@ from thundersync_jax.config import VLLMConfig
 from thundersync_jax.errors import ConfigError, ServerError
 from thundersync_jax.model_config import SHAPE, ModelConfig
 from thundersync_jax.models import transformer, weights
-from thundersync_jax.rollout.vllm import Server
+from thundersync_jax.rollout.vllm import Published, Server
 
 Tree = Any
 _PROMPT_TOKENS = 272  # at most: more than two blocks of 128, vLLM's largest, are cached
@@ -63,6 +64,7 @@ class Publisher:
         self._tolerance = settings.probe_tolerance or _TOLERANCE[settings.dtype]
         self._served = _served(self._folder, model)
         self._on_line = on_line
+        self._run = uuid.uuid4().hex[:8]  # another trainer's weights have other names
         self._count = 0
         self.difference = float("nan")
         prompt = max(1, min(_PROMPT_TOKENS, context_tokens - _SAMPLED_TOKENS))
@@ -75,22 +77,20 @@ class Publisher:
 
     def publish(
         self, params: Tree, version: int, servers: Sequence[Server]
-    ) -> dict[Server, str]:
+    ) -> Published:
         """Gives servers the parameters.
 
         Args:
           params: Of the policy, on the learner's devices.
-          version: Policy version, which names the weights.
+          version: Policy version, part of the weights' name.
           servers: Those that sample. None of them answers a trajectory meanwhile.
-
-        Returns:
-          Servers that are gone, and why.
 
         Raises:
           ServerError: A server refused the weights, or answers by others.
         """
         self._count += 1
-        metadata = {"policy_version": str(version)}
+        name = f"policy {version}, publication {self._count} of run {self._run}"
+        metadata = {"weight_version": name}
         written = params
         if not self._served.tied_embeddings:
             written = params | {"unembed": transformer.head_weights(params)}
@@ -98,7 +98,7 @@ class Publisher:
         weights.write_tensors(*given)
         found: dict[Server, Any] = {}
         if servers:
-            bring = functools.partial(self._bring, version=str(version))
+            bring = functools.partial(self._bring, name=name)
             with ThreadPoolExecutor(len(servers)) as threads:
                 found = dict(zip(servers, threads.map(bring, servers), strict=True))
         answers = {s: a for s, a in found.items() if not isinstance(a, str)}
@@ -110,12 +110,13 @@ class Publisher:
                 f"{self.difference:.1e} nats of the learner's, at most "
                 f"{self._tolerance:g} is allowed"
             )
-        return {server: a for server, a in found.items() if server not in answers}
+        lost = {server: a for server, a in found.items() if server not in answers}
+        return Published(name, lost)
 
-    def _bring(self, server: Server, version: str) -> Any:
+    def _bring(self, server: Server, name: str) -> Any:
         """What a server then samples and scores, or one line where it is gone."""
         try:
-            _update(server, version)
+            _update(server, name)
             # Sampled first: it reads the prefix cache, where scores of a prompt do not.
             sampled = server.complete(
                 self._prompt,
@@ -125,10 +126,10 @@ class Publisher:
             )
             return sampled.ids, sampled.logprobs, server.score(self._prompt)
         except ConnectionError as error:
-            return f"publishing policy version {version}: {error}"
+            return f"publishing {name}: {error}"
         except ValueError as error:
             raise ServerError(
-                f"publishing policy version {version}: {error}; expected a server "
+                f"publishing {name}: {error}; expected a server "
                 "that reloads and scores. Start it as launch/local_vllm.sh does."
             ) from error
 
@@ -167,18 +168,18 @@ class Publisher:
         return largest
 
 
-def _update(server: Server, version: str) -> None:
+def _update(server: Server, name: str) -> None:
     server.health()  # a hung one would take the whole deadline of a publication
     server.pause()
     server.reload()
     server.reset_prefix_cache()
-    server.set_weight_version(version)
+    server.set_weight_version(name)
     server.resume()
     found = server.weight_version()
-    if found != version:
+    if found != name:
         raise ServerError(
-            f"{server.address} has weights of version {found!r} right after an update "
-            f"to {version!r}; does another trainer use it? Give each its own servers."
+            f"{server.address} has weights {found!r} right after an update to "
+            f"{name!r}; does another trainer use it? Give each its own servers."
         )
 
 

@@ -1,14 +1,14 @@
 """Sampling by vLLM servers: one server for calls that wait, and an engine of several.
 
 Every request sends all ids of its session: what a server keeps of a prefix is its own
-business, and any server can go on. Answers count if they came from the weights of the
-engine's policy version. How weights get to the servers is the business of `publish`.
+business, and any server can go on. Answers count if they came from the weights that
+were published last. How weights get to the servers is the business of `publish`.
 """
 
 import asyncio
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,8 +25,16 @@ from thundersync_jax.rollout.vllm_http import (
 )
 from thundersync_jax.rollout.vllm_servers import HEALTH_SECS, Servers
 
-# (parameters, policy version, servers that are left) -> those that are gone, and why
-Publish = Callable[[Any, int, Sequence["Server"]], Mapping["Server", str]]
+
+class Published(NamedTuple):
+    """What a publication came to."""
+
+    weight_version: str  # the name that servers now give for their weights
+    lost: Mapping["Server", str]  # servers that are gone, and why
+
+
+# (parameters, policy version, the servers that are left)
+Publish = Callable[[Any, int, Sequence["Server"]], Published]
 
 
 class Server:
@@ -316,12 +324,12 @@ class VLLMConnection:
             for member in self._servers.members
             if member.out is None
         }
-        lost = self._publish(params, policy_version, tuple(members))
-        for server, reason in (lost or {}).items():
+        published = self._publish(params, policy_version, tuple(members))
+        for server, reason in published.lost.items():
             self._servers.take_out(members[server], reason)
         self._servers.check_left()
         self._policy_version = policy_version
-        self._servers.weight_version = str(policy_version)
+        self._servers.weight_version = published.weight_version
 
     def close(self, timeout_secs: float) -> bool:
         """Waits until the ending event loop has closed all connections."""
