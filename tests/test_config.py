@@ -16,6 +16,8 @@ from thundersync_jax.config import (
     ModelConfig,
     OptimConfig,
     RolloutConfig,
+    TeacherConfig,
+    VLLMConfig,
     WarmStartConfig,
 )
 from thundersync_jax.errors import ConfigError
@@ -106,6 +108,19 @@ WRONG = {
     ),
     "mesh.sampler_devices is 16 with rollout.slots 32": lambda: Config(
         mesh=MeshConfig(sampler_devices=16)
+    ),
+    "vllm.servers has 'http://a:b'": lambda: VLLMConfig(("http://a:b",), "w"),
+    "vllm.servers has 'http://a:99999'": lambda: VLLMConfig(("http://a:99999",), "w"),
+    "vllm.servers has 'http://[::1'": lambda: VLLMConfig(("http://[::1",), "w"),
+    "vllm.servers has 'http://a b:1'": lambda: VLLMConfig(("http://a b:1",), "w"),
+    "vllm.servers has 'a:8000'": lambda: VLLMConfig(("a:8000",), "w"),
+    "vllm.servers is ('http://a:1',) with vllm.weights_dir none": lambda: VLLMConfig(
+        ("http://a:1",)
+    ),
+    "vllm.servers and teacher.servers both have 'http://a:1'": lambda: Config(
+        vllm=VLLMConfig(("http://a:1/",), "w"),
+        teacher=TeacherConfig(servers=("http://a:1",)),
+        loss=LossConfig(distill="sampled_reverse_kl"),
     ),
     "rollout.stop_ids is 261": lambda: RolloutConfig(stop_ids=261),
     "rollout.stop_ids is (1, 1)": lambda: RolloutConfig(stop_ids=(1, 1)),

@@ -1,6 +1,7 @@
 """New weights reach every server before the next request, or the run ends."""
 
 import contextlib
+import errno
 import json
 
 import echo_task
@@ -13,7 +14,7 @@ from thundersync_jax import train
 from thundersync_jax.config import VLLMConfig
 from thundersync_jax.errors import ConfigError, ServerError
 from thundersync_jax.metrics import METRICS, read
-from thundersync_jax.models import transformer
+from thundersync_jax.models import transformer, weights
 from thundersync_jax.publish import Publisher
 from thundersync_jax.rollout.vllm import Server
 from thundersync_jax.settings import replace
@@ -63,7 +64,7 @@ def test_weights_arrive_in_this_order_and_are_proved(folder, served):
     for version in (0, 1, 2):
         name, lost = publish(one, version, version, served)
         assert lost == {} and f"policy {version}" in name
-        assert served.calls == ORDER * (version + 1)
+        assert served.calls == ORDER * (version + 2)  # others first, at the start
         assert served.weight_version == name
         assert one.difference < 1e-5
     assert len(lines) == 1 and "1 servers hold the policy" in lines[0]
@@ -89,6 +90,31 @@ def test_a_server_that_samples_from_something_else_ends_the_run(
         publish(one, 1, 1, served)
     assert served.address in str(error.value) and said in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_server_that_never_reloads_is_found_out_at_the_start(folder, served):
+    """With small steps its weights would stay within the tolerance for long."""
+    served.reloads = False
+    params = served._params | {}
+    params.pop("unembed")
+    one = publisher(folder)
+    with pytest.raises(ServerError, match="does not sample from the learner's policy"):
+        one.publish(params, 0, [Server(served.address, 20.0)])
+
+
+def test_a_folder_that_cannot_be_written_ends_the_run(folder, served, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    one = publisher(folder)
+    monkeypatch.setattr(weights, "write_tensors", full)
+    with pytest.raises(ServerError, match=r"weights_dir .*No space left on device"):
+        publish(one, 0, 0, served)
+
+
+def test_a_missing_folder_is_named_with_its_setting(tmp_path):
+    with pytest.raises(ConfigError, match=r"vllm\.weights_dir is .*export --initial"):
+        publisher(str(tmp_path / "none"))
 
 
 def test_a_tolerance_is_the_users_choice(folder, served):

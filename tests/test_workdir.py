@@ -119,3 +119,6 @@ def test_servers_may_be_elsewhere_when_a_run_goes_on(tmp_path):
     claim(tmp_path, served("http://b:8000", "elsewhere"))
     with pytest.raises(ConfigError, match="seed: 0 -> 7"):
         claim(tmp_path, dataclasses.replace(served("http://b:8000"), seed=7))
+    halved = dataclasses.replace(served("http://b:8000").vllm, dtype="bfloat16")
+    with pytest.raises(ConfigError, match=r"vllm\.dtype: float32 -> bfloat16"):
+        claim(tmp_path, dataclasses.replace(CONFIG, vllm=halved))

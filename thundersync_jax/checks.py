@@ -86,12 +86,8 @@ def effective(
 def check_servers(name: str, servers: tuple[str, ...]) -> None:
     """Requires addresses of HTTP servers, each once."""
     for server in servers:
-        parts = urllib.parse.urlsplit(server)
         require(
-            parts.scheme in ("http", "https")
-            and bool(parts.hostname)
-            and not parts.path.strip("/")
-            and not (parts.query or parts.fragment),
+            _is_address(server),
             f"{name} has {server!r}",
             "addresses such as 'http://localhost:8000', without a path",
             f"Correct {name}.",
@@ -102,4 +98,21 @@ def check_servers(name: str, servers: tuple[str, ...]) -> None:
         f"{name} is {servers}",
         "every server once",
         f"Correct {name}.",
+    )
+
+
+def _is_address(server: str) -> bool:
+    try:
+        parts = urllib.parse.urlsplit(server)
+        port = parts.port  # ValueError where it is no number, or too large
+    except ValueError:
+        return False
+    host = parts.hostname or ""
+    return (
+        parts.scheme in ("http", "https")
+        and bool(host)
+        and not any(character.isspace() for character in server)
+        and port != 0
+        and not parts.path.strip("/")
+        and not (parts.query or parts.fragment)
     )

@@ -169,6 +169,14 @@ def _check_remote_teacher(config: Config) -> None:
     loss, temperature = config.loss, config.rollout.temperature
     if not config.teacher.servers:
         return
+    sides = config.vllm.servers, config.teacher.servers
+    both = set.intersection(*({one.rstrip("/") for one in side} for side in sides))
+    require(
+        not both,
+        f"vllm.servers and teacher.servers both have {min(both, default='')!r}",
+        "others: a server that samples gets the student's weights",
+        "Start a server of its own for the teacher.",
+    )
     require(
         temperature == 1,
         f"rollout.temperature is {temperature} with teacher.servers",

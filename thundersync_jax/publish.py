@@ -88,14 +88,31 @@ class Publisher:
         Raises:
           ServerError: A server refused the weights, or answers by others.
         """
+        first = self._count == 0
+        if first and servers:
+            # Servers start with these very parameters, which proves no reload: they
+            # have to follow others first.
+            lost = self._deliver(_others(params), version, servers).lost
+            servers = [server for server in servers if server not in lost]
+            found = self._deliver(params, version, servers)
+            found = found._replace(lost={**lost, **found.lost})
+            self._on_line(
+                f"{len(servers)} servers hold the policy: log-probabilities within "
+                f"{self.difference:.1e} nats of the learner's, at most "
+                f"{self._tolerance:g} is allowed"
+            )
+            return found
+        return self._deliver(params, version, servers)
+
+    def _deliver(
+        self, params: Tree, version: int, servers: Sequence[Server]
+    ) -> Published:
         self._count += 1
         name = f"policy {version}, publication {self._count} of run {self._run}"
-        metadata = {"weight_version": name}
         written = params
         if not self._served.tied_embeddings:
             written = params | {"unembed": transformer.head_weights(params)}
-        given = self._folder, self._served, written, self._dtype, metadata
-        weights.write_tensors(*given)
+        self._write(written, {"weight_version": name})
         found: dict[Server, Any] = {}
         if servers:
             bring = functools.partial(self._bring, name=name)
@@ -104,14 +121,19 @@ class Publisher:
         answers = {s: a for s, a in found.items() if not isinstance(a, str)}
         gaps = [self._gap(server, params, *a) for server, a in answers.items()]
         self.difference = max(gaps, default=float("nan"))
-        if self._count == 1:
-            self._on_line(
-                f"{len(gaps)} servers hold the policy: log-probabilities within "
-                f"{self.difference:.1e} nats of the learner's, at most "
-                f"{self._tolerance:g} is allowed"
-            )
         lost = {server: a for server, a in found.items() if server not in answers}
         return Published(name, lost)
+
+    def _write(self, params: Tree, metadata: dict[str, str]) -> None:
+        given = self._folder, self._served, params, self._dtype, metadata
+        try:
+            weights.write_tensors(*given)
+        except OSError as error:
+            raise ServerError(
+                f"the weights cannot be written to vllm.weights_dir {self._folder}: "
+                f"{error.strerror or error}; expected a folder to write to, with room "
+                "for them. Make room or write it again with thundersync_jax.export."
+            ) from error
 
     def _bring(self, server: Server, name: str) -> Any:
         """What a server then samples and scores, or one line where it is gone."""
@@ -183,9 +205,21 @@ def _update(server: Server, name: str) -> None:
         )
 
 
+def _others(params: Tree) -> Tree:
+    """Parameters whose log-probabilities nobody takes for those of `params`."""
+    names = {"embed", "unembed"} & params.keys()
+    return params | {name: params[name][::-1] for name in names}
+
+
 def _served(folder: str, model: ModelConfig) -> ModelConfig:
     """What servers read from a folder: the policy, its head tied or not."""
-    served = ModelConfig(path=folder)
+    try:
+        served = ModelConfig(path=folder)
+    except ConfigError as error:
+        raise ConfigError(
+            f"vllm.weights_dir is {folder!r}, expected the folder that the servers "
+            f"serve, but {error} Write it with thundersync_jax.export --initial."
+        ) from error
     for name in SHAPE:
         own, other = getattr(model, name), getattr(served, name)
         if own != other and not (name == "tied_embeddings" and own):

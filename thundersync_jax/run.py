@@ -96,6 +96,7 @@ class Run:
             check_claim(workdir, config)
         devices.prepare(config)
         self.placement = devices.place(config)
+        remote = self._connected()
         self.optimizer = state.make_optimizer(config.optim)
         self.teacher = teaching.load(config, self.chat.vocabulary(), self.on_line)
         width = teaching.width(config, self.teacher)
@@ -122,7 +123,7 @@ class Run:
         self.scoring = teaching.engine(
             config, self.teacher, width, self.placement.teacher, self.on_line
         )
-        self.engine = self._make_engine(params)
+        self.engine = remote or self._local(params)
         self.pool = RolloutPool(
             self.engine,
             self._environment,
@@ -133,15 +134,17 @@ class Run:
             chat=self.chat,
         )
 
-    def _make_engine(self, params: Tree) -> InProcessEngine | EngineGroup | VLLMEngine:
-        config = self.config
-        rollout = config.rollout
-        if config.vllm.servers:
-            tokens = rollout.context_tokens
-            given = config.vllm, config.model, tokens, self.on_line
-            self._publisher = Publisher(*given)
-            publish, vocab_size = self._publisher.publish, config.model.vocab_size
-            return VLLMEngine(config.vllm, tokens, vocab_size, publish, self.on_line)
+    def _connected(self) -> VLLMEngine | None:
+        """The servers that sample, asked whether they can; None without any."""
+        config, tokens = self.config, self.config.rollout.context_tokens
+        if not config.vllm.servers:
+            return None
+        self._publisher = Publisher(config.vllm, config.model, tokens, self.on_line)
+        publish, vocab_size = self._publisher.publish, config.model.vocab_size
+        return VLLMEngine(config.vllm, tokens, vocab_size, publish, self.on_line)
+
+    def _local(self, params: Tree) -> InProcessEngine | EngineGroup:
+        config, rollout = self.config, self.config.rollout
         return decode_group.make(
             self.placement.samplers,
             config.model,

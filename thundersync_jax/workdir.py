@@ -117,12 +117,15 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def _elsewhere(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings without those that say where servers are and how long to wait."""
-    teacher = dict(settings.get("teacher", {}))
-    for name in ("servers", "path", "request_timeout_secs"):
-        teacher.pop(name, None)
-    kept = {name: value for name, value in settings.items() if name != "vllm"}
-    return kept | {"teacher": teacher}
+    """Settings without those that say where the samplers are and how long to wait.
+
+    Weights reach samplers from here. A teacher's are its own, and must stay the same.
+    """
+    free = {"servers", "weights_dir", "attempts"}
+    free |= {"request_timeout_secs", "publish_timeout_secs"}
+    given = settings.get("vllm", {})
+    kept = {name: value for name, value in given.items() if name not in free}
+    return {**settings, "vllm": kept}
 
 
 def _made(workdir: str | os.PathLike) -> Path:
