@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import itertools
 import random
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -184,3 +185,9 @@ def kept_programs(folder: Path) -> Iterator[None]:
         for name, value in before.items():
             jax.config.update(name, value)
         compilation_cache.reset_cache()
+
+
+def threads() -> set[threading.Thread]:
+    """Those that run, but the feeders of other libraries' queues: they end at leisure."""
+    running = threading.enumerate()
+    return {one for one in running if not one.name.startswith("QueueFeederThread")}

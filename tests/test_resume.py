@@ -76,13 +76,13 @@ def resumed(folder):
                 signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
             return await super().verify()
 
-    before = set(threading.enumerate())
+    before = echo_task.threads()
     with pytest.raises(KeyboardInterrupt):
         train.train(
             CONFIG, workdir, environment=lambda *_: echo_task.tasks(Stopping, TASKS)
         )
     assert time.monotonic() - verdicts[STOPPED_AFTER - 1] < 5.0
-    assert set(threading.enumerate()) <= before
+    assert echo_task.threads() <= before
     assert [row["step"] for row in read(workdir)] == list(range(STOPPED_IN))
     assert saved(workdir) == [SAVED_EVERY]
     return workdir, train.train(CONFIG, workdir, environment=breaking)

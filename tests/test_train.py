@@ -4,7 +4,6 @@ import asyncio
 import collections
 import dataclasses
 import math
-import threading
 import time
 import traceback
 
@@ -246,10 +245,10 @@ def test_policy_fail_ends_the_run_with_the_cause(tmp_path):
     """One failed rollout was swallowed, or hung the step (NovaSky-AI/SkyRL#1613,
     #1691)."""
     config = echo_task.replace(echo_task.SCRIPTED, {"partial_groups": "fail"})
-    before = set(threading.enumerate())
+    before = echo_task.threads()
     with pytest.raises(StreamError, match="member 3 failed.*the grader is away"):
         train.train(config, tmp_path, environment=echo_task.scripted(MIXED, WORDS[:1]))
-    assert set(threading.enumerate()) <= before
+    assert echo_task.threads() <= before
 
 
 async def never():
@@ -331,13 +330,13 @@ def test_dead_sampler_ends_the_run_with_its_own_traceback(tmp_path, monkeypatch)
         raise RuntimeError("the device is gone")
 
     monkeypatch.setattr(InProcessEngine, "step", broken_step)
-    before = set(threading.enumerate())
+    before = echo_task.threads()
     with pytest.raises(RuntimeError, match="the device is gone") as caught:
         train.train(echo_task.SCRIPTED, tmp_path, environment=echo_task.scripted([1.0]))
     assert time.monotonic() - times[0] < 5.0
     frames = traceback.extract_tb(caught.value.__traceback__)
     assert "broken_step" in {frame.name for frame in frames}
-    assert set(threading.enumerate()) <= before
+    assert echo_task.threads() <= before
 
 
 def test_held_out_prompt_in_training_is_refused(tmp_path):
