@@ -188,6 +188,6 @@ def kept_programs(folder: Path) -> Iterator[None]:
 
 
 def threads() -> set[threading.Thread]:
-    """Those that run, but the feeders of other libraries' queues: they end at leisure."""
+    """Those that run, without feeders of other libraries' queues."""
     running = threading.enumerate()
     return {one for one in running if not one.name.startswith("QueueFeederThread")}
