@@ -228,3 +228,10 @@ def test_an_environment_cannot_end_the_process_as_if_all_were_well(tmp_path):
         train.train(
             config, tmp_path, environment=lambda env, seed: echo_task.tasks(Quitter)
         )
+
+
+def test_tasks_that_do_not_fit_are_told_from_tasks_that_are_missing(tmp_path):
+    config = echo_task.small(warm_start_steps=0)
+    long = changed(prompt=lambda word: 100 * word, demonstrate=None)
+    with pytest.raises(ConfigError, match=r"no train task fits: .* takes 302 tokens"):
+        Run(config, tmp_path, long, lambda line: None)

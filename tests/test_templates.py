@@ -251,3 +251,31 @@ def test_templates_run_in_a_sandbox(tmp_path):
     folder = with_template(chat_folders.write(tmp_path, "qwen2"), source)
     with pytest.raises(ConfigError, match="unsafe"):
         open_chat(folder)
+
+
+@pytest.mark.parametrize("wrong", [[99_999], [-1], "<|im_end|>", [True]])
+def test_an_end_token_that_is_no_id_is_refused(tmp_path, wrong):
+    folder = chat_folders.write(tmp_path / "m", "qwen3")
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps({"eos_token_id": wrong}))
+    with pytest.raises(ConfigError, match="is no id, expected 0 to") as error:
+        TemplateChat(folder)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "tokenizer_config.json"])
+def test_a_file_that_is_no_object_is_refused(tmp_path, name):
+    folder = chat_folders.write(tmp_path / "m", "qwen3")
+    (folder / name).write_text("[1]")
+    with pytest.raises(ConfigError, match="holds a list, expected a JSON object"):
+        TemplateChat(folder)
+
+
+def test_whatever_a_template_raises_is_one_line(tmp_path):
+    folder = chat_folders.write(tmp_path / "m", "qwen3")
+    (folder / "chat_template.jinja").write_text(
+        "{% for i in range(10**9) %}{% endfor %}"
+    )
+    with pytest.raises(ConfigError, match="chat template") as error:
+        TemplateChat(folder)
+    assert "\n" not in str(error.value)

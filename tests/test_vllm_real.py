@@ -118,7 +118,7 @@ def test_sampled_logprobs_are_the_learners_after_every_update(served):
             # Of other weights they are far off: nothing here holds by chance.
             assert largest_gap(params_of(9), events[0].trajectory, 0.7) > 0.01
     assert len(lines) == 1  # the first probe's
-    assert served[1].poll() is None
+    assert served[1].alive
     print(f"largest gap of {len(gaps)} trajectories: {max(gaps):.1e} nats")
 
 

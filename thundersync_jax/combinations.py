@@ -77,8 +77,8 @@ def check(config: Config) -> None:
 
 def _check_folders(config: Config) -> None:
     source, target = config.model.path, config.vllm.weights_dir
-    same = source is not None and target is not None
-    same = same and os.path.realpath(source) == os.path.realpath(target)
+    places = [os.path.realpath(os.path.expanduser(p)) for p in (source, target) if p]
+    same = len(places) == 2 and places[0] == places[1]
     require(
         not same,
         f"vllm.weights_dir is {target!r}, which is model.path",

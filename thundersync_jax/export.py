@@ -10,6 +10,7 @@ or the byte-level vocabulary.
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,8 @@ def export(
             f"directory to write and one of {', '.join(weights.STORED_DTYPES)}."
         )
     model = config.model
-    if model.path is not None and Path(folder).resolve() == Path(model.path).resolve():
+    source = config.model.path
+    if source is not None and _place(folder) == _place(source):
         raise ConfigError(
             f"--folder is {folder}, which is model.path; expected another one, for the "
             "weights there would be lost."
@@ -84,7 +86,6 @@ def export(
         model = dataclasses.replace(model, path=None, tied_embeddings=False)
     byte_level = config.model.path is None
     generation = {"eos_token_id": tokenizer.END} if byte_level else None
-    source = config.model.path
     weights.save(
         *(folder, model, params, dtype), tokenizer_from=source, generation=generation
     )
@@ -94,6 +95,10 @@ def export(
     print(f"wrote {folder}: {model.layers} layers, {dtype}, step {step}")
     tokens = config.rollout.context_tokens
     return {"folder": str(folder), "step": step, "context_tokens": tokens}
+
+
+def _place(folder: str) -> str:
+    return os.path.realpath(os.path.expanduser(folder))
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:

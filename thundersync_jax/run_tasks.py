@@ -87,6 +87,7 @@ def _checked(tasks: TaskSet, config: Config, chat: Chat) -> TaskSet:
 def _fitting(tasks: TaskSet, config: Config, chat: Chat) -> TaskSet:
     """Leaves out the tasks whose prompt or demonstration exceeds the context."""
     limit = config.rollout.context_tokens
+    lengths = []
 
     def fits(task):
         length = len(chat.prompt(tasks.prompt(task)))
@@ -95,6 +96,7 @@ def _fitting(tasks: TaskSet, config: Config, chat: Chat) -> TaskSet:
                 length += len(chat.action(action))
                 if observation:
                     length += len(chat.observation(observation))
+        lengths.append(length)
         return length < limit
 
     fitting = dataclasses.replace(
@@ -102,5 +104,13 @@ def _fitting(tasks: TaskSet, config: Config, chat: Chat) -> TaskSet:
         train=[task for task in tasks.train if fits(task)],
         heldout=[task for task in tasks.heldout if fits(task)],
     )
+    for split in ("train", "heldout"):
+        if len(getattr(tasks, split)) and not len(getattr(fitting, split)):
+            raise ConfigError(
+                f"rollout.context_tokens is {limit} and no {split} task fits: the "
+                f"shortest of all takes {min(lengths)} tokens (prompt, and "
+                "demonstration where there is one), expected room for an action too. "
+                "Raise rollout.context_tokens and the buckets."
+            )
     check_split(fitting)
     return fitting

@@ -104,7 +104,7 @@ def save(
     Args:
       folder: Made where it is missing. A model that is there is replaced.
       config: The model. What its shape leaves open comes from the config.json of
-        `config.path`.
+        `tokenizer_from`.
       params: As `transformer.init` returns them, on any devices of this process.
       dtype: Of the stored weights: "float32", "bfloat16", "float16" or "float64".
       metadata: Texts for the headers of the safetensors files.
@@ -120,9 +120,8 @@ def save(
     folder, source = Path(folder).expanduser(), tokenizer_from or config.path
     source = Path(source).expanduser() if source is not None else None
     other = {}
-    if config.path is not None:
-        path = Path(config.path).expanduser() / model_folder.CONFIG_FILE
-        other = model_folder.read_json(path)
+    if source is not None and (source / model_folder.CONFIG_FILE).is_file():
+        other = model_folder.read_json(source / model_folder.CONFIG_FILE)
     described = model_folder.config_json(config, dtype, other)
     folder.mkdir(parents=True, exist_ok=True)
     write_tensors(folder, config, params, dtype, metadata, most_shard_bytes)

@@ -61,9 +61,15 @@ def read_json(file: Path) -> dict[str, Any]:
     if not file.exists():
         return {}
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"{file} is no JSON ({error}); restore it.") from error
+    if not isinstance(content, dict):
+        raise ConfigError(
+            f"{file} holds a {type(content).__name__}, expected a JSON object; "
+            "restore it."
+        )
+    return content
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -109,7 +115,7 @@ def compiled(source: str, folder: Path) -> Callable[..., str]:
     def render(**variables: Any) -> str:
         try:
             return template.render(**variables)
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
+        except Exception as error:  # whatever a template does wrong is one line
             raise ConfigError(
                 f"the chat template of {folder} refuses a conversation: {error}"
             ) from error

@@ -268,6 +268,14 @@ class TemplateChat:
                     "token of its tokenizer.json. Correct tokenizer_config.json."
                 )
         ids = given if isinstance(given, list) else [given]
+        for token in ids:
+            known = type(token) is int and 0 <= token < self.vocab_size
+            if not known:
+                raise ConfigError(
+                    f"the end token {token!r} of {self._folder} is no id, expected 0 "
+                    f"to {self.vocab_size - 1}. Correct eos_token_id in "
+                    "generation_config.json."
+                )
         return tuple(dict.fromkeys([*ids, self._marks[self._end]]))
 
     def _shows_tools(self) -> bool:
