@@ -45,8 +45,8 @@ REWARDS: dict[str, Callable[[int], float]] = {
     "equal": lambda level: 0.7,
     "mixed": lambda level: _MIXED[level % 8],
 }
-SIZES = (2, 3, 1, 4, 2, 3, *range(1, 17))  # small ones more often
-COUNTS = (1, 2, 3, 4, 2, 3, 5, 6, 7, 8)
+SIZES = (2, 3, 1, 4, 2, 3, *range(1, 17), 13, 14, 15, 16)  # large ones seldom find room
+COUNTS = (1, 2, 3, 4, 1, 2, 3, 5, 6, 7, 8)
 MEMBERS = 16  # of one batch: what is beyond them makes examples slow, not different
 
 

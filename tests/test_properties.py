@@ -1,4 +1,4 @@
-"""What holds of every stream: 2,000 random examples, the same ones every time.
+"""What holds of every stream: 2,400 random examples, from the same seeds every time.
 
 `properties.py` says what an example is, and tries any number of others.
 """
@@ -29,7 +29,7 @@ def covered(counts, **others):
 
 
 def test_streamed_gradient_is_that_of_the_whole_batch():
-    counts = properties.run(properties.streamed_is_the_batch, 1300)
+    counts = properties.run(properties.streamed_is_the_batch, 1000)
     covered(
         counts,
         estimator={*examples.ESTIMATORS, None},
@@ -39,12 +39,13 @@ def test_streamed_gradient_is_that_of_the_whole_batch():
     )
     assert counts["group size"].keys() >= {*range(1, 17)}
     assert counts["groups at once"].keys() >= {0, 1, 2, 3}
+    counts["samples"].pop("waited_for_bucket")  # rare here, on purpose below
     assert min(counts["samples"].values()) > 20
     assert min(counts["outcome"].values()) > 50
 
 
 def test_exact_gradient_has_the_same_bits_however_it_came_about():
-    counts = properties.run(properties.exact_is_the_same_bits, 600)
+    counts = properties.run(properties.exact_is_the_same_bits, 800)
     covered(
         counts,
         estimator={*examples.ESTIMATORS, None},
@@ -62,14 +63,14 @@ def test_uniform_groups_contribute_exactly_nothing():
 
 
 def test_third_distinct_reward_waits_and_is_counted():
-    counts = properties.run(properties.third_reward_waits, 200)
+    counts = properties.run(properties.third_reward_waits, 400)
     covered(counts, release={"trajectory"}, open_groups={8}, learner={"idle"})
     waits = counts["third rewards"]
     sums = {"plain": 0, "exact": 0}
     for name, estimator in examples.ESTIMATORS.items():
         sums["exact"] += waits[f"exact {name}"]
         sums["plain"] += 0 if estimator.affine else waits[f"plain {name}"]
-    assert min(sums.values()) > 10
+    assert min(sums.values()) > 20
     # No other plain sum makes a reward wait, and none at all where members are alone.
     assert waits.total() == sum(sums.values())
     alone = {name for name, scope in oracle.SCOPES.items() if scope == "member"}
