@@ -209,6 +209,25 @@ def test_the_context_of_pretraining_is_found_where_transformers_finds_it(tmp_pat
     assert tokens(rope_scaling=without) == 32768
 
 
+@pytest.mark.parametrize(
+    ("values", "changes", "longest"),
+    [
+        (QWEN3, {}, 40_960),
+        (QWEN3, {"max_position_embeddings": ...}, None),
+        (LLAMA, {}, 131_072),  # its factor of 8 is part of it
+        (QWEN2, {"rope_scaling": {"type": "linear", "factor": 2.0}}, 65_536),
+        (QWEN2, {"rope_scaling": YARN}, 131_072),
+        (
+            QWEN2,
+            {"rope_scaling": YARN, "max_position_embeddings": 131_072},
+            131_072,
+        ),
+    ],
+)
+def test_longest_context_counts_the_scaling_once(tmp_path, values, changes, longest):
+    assert model_folder.longest_context(folder(tmp_path, values, **changes)) == longest
+
+
 def test_yarn_scales_of_attention_become_one_factor(tmp_path):
     scales = {"factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0.5}
     config = read(tmp_path, QWEN2, rope_scaling=YARN | scales)

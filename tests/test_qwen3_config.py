@@ -11,6 +11,7 @@ import pytest
 
 from thundersync_jax import flags, show, train
 from thundersync_jax.config import Config
+from thundersync_jax.errors import ConfigError
 from thundersync_jax.model_config import ModelConfig
 from thundersync_jax.models import transformer, weights
 from thundersync_jax.records import read_step
@@ -71,6 +72,19 @@ def test_a_tiny_model_of_the_family_trains(folder, tmp_path, capsys):
     capsys.readouterr()
     show.show(tmp_path / "run", group=0, member=0)
     assert '"name": "calculator"' in capsys.readouterr().out.replace("\n", "")
+
+
+@pytest.mark.usefixtures("on_path")
+def test_context_beyond_the_models_is_refused(folder, tmp_path):
+    config = flags.load_config(f"{CONFIG}:{folder}")
+    changes = {
+        "rollout.context_tokens": 40_000,
+        "rollout.prefill_buckets": (40_000,),
+        "rollout.gradient_buckets": (40_000,),
+    }
+    with pytest.raises(ConfigError, match="context_tokens is 40000 .* most 32768"):
+        train.train(replace(config, changes), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.usefixtures("on_path")

@@ -236,7 +236,12 @@ UNENDED = "{% for m in messages %}{{ m.role + ' ' + m.content + ' ' }}{% endfor 
             {"tools": TOOLS},
             "shows no tools.*model whose template",
         ),
-        (lambda f: f, {"format": "bytes", "thinking": "on"}, "'default'"),
+        (lambda f: f, {"format": "bytes", "thinking": "on"}, "byte-level tokens; .*t'"),
+        (
+            lambda f: without(without(f, "chat_template.jinja"), "tokenizer.json"),
+            {"thinking": "on"},
+            "as .* has no chat template; .* or put the model's tokenizer",
+        ),
     ],
 )
 def test_what_cannot_hold_a_conversation_is_refused(tmp_path, change, settings, match):

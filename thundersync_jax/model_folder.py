@@ -105,6 +105,25 @@ def architecture(folder: str | os.PathLike) -> dict[str, Any]:
     return _Reader(path, read_json(path)).fields()
 
 
+def longest_context(folder: str | os.PathLike) -> int | None:
+    """The longest context that a folder's model is made for, in tokens.
+
+    A linear or YaRN factor stretches the context of training, as in vLLM; Llama 3's is
+    stretched already. None where config.json does not say.
+    """
+    path = Path(folder).expanduser() / CONFIG_FILE
+    values = read_json(path)
+    if values.get("max_position_embeddings") is None:
+        return None
+    rope = architecture(folder)["rope"]
+    most = values["max_position_embeddings"]
+    if rope.kind == "linear":
+        return int(most * rope.factor)
+    if rope.kind == "yarn":
+        return int(max(most, rope.original_tokens * rope.factor))
+    return int(most)
+
+
 def config_json(
     config: ModelConfig, dtype: str, source: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:

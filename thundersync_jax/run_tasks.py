@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from thundersync_jax import model_folder
 from thundersync_jax.config import MOST_STOP_IDS, Config
 from thundersync_jax.envs.base import TaskSet, check_split
 from thundersync_jax.errors import ConfigError
@@ -44,6 +45,8 @@ def prepared(factory: Callable[..., TaskSet], config: Config) -> tuple[TaskSet, 
         folder, given.format, tasks.tools, system or None, given.thinking
     )
     _check_ids(chat, config)
+    if folder is not None:
+        _check_context(folder, config.rollout.context_tokens)
     return _checked(tasks, config, chat), chat
 
 
@@ -61,6 +64,16 @@ def _check_ids(chat: Chat, config: Config) -> None:
         raise ConfigError(
             f"{config.model.path} has the end tokens {chat.stop_ids}, expected at most "
             f"{MOST_STOP_IDS}. Name those that count in rollout.stop_ids."
+        )
+
+
+def _check_context(folder: str, tokens: int) -> None:
+    longest = model_folder.longest_context(folder)
+    if longest is not None and tokens > longest:
+        raise ConfigError(
+            f"rollout.context_tokens is {tokens} and {folder} is made for at most "
+            f"{longest} (max_position_embeddings and rotary scaling in its "
+            "config.json), expected no more. Lower it, or state a scaling there."
         )
 
 

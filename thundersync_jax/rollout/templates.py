@@ -75,9 +75,12 @@ def open_chat(
             "chat.format to 'bytes' to train it on bytes."
         )
     if thinking != "default":
+        bare = format == "auto" and folder is not None
+        found = f", as {folder} has no chat template" if bare else ""
         raise ConfigError(
-            f"chat.thinking is {thinking!r} with byte-level tokens; only templates "
-            "know it. Set chat.thinking to 'default'."
+            f"chat.thinking is {thinking!r} with byte-level tokens{found}; only "
+            "templates know it. Set chat.thinking to 'default'"
+            + (", or put the model's tokenizer and template there." if bare else ".")
         )
     return ByteLevel()
 
