@@ -28,7 +28,8 @@ weights=$(cd "$workdir" && pwd)/weights
 
 pids=()
 stop() {
-  trap - EXIT INT TERM
+  trap - EXIT
+  trap '' INT TERM # a second Ctrl-C leaves nothing running either
   for pid in "${pids[@]}"; do kill -- "-$pid" 2>/dev/null || true; done
   for _ in {1..50}; do
     alive=0
@@ -41,6 +42,15 @@ stop() {
 trap stop EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
+
+# Somebody else's server would be healthy before our own has started.
+for ((i = 0; i < ${SERVERS:-1}; i++)); do
+  if (exec 3<>"/dev/tcp/127.0.0.1/$((port + i))") 2>/dev/null; then
+    echo "port $((port + i)) is in use, expected free ports from PORT=$port on for" \
+      "${SERVERS:-1} servers. Set PORT to another one." >&2
+    exit 1
+  fi
+done
 
 tied=()
 # vLLM on CPU packs a tied head when it starts and never reloads it.
@@ -61,6 +71,7 @@ for ((i = 0; i < ${SERVERS:-1}; i++)); do
     --max-model-len "$context" --logprobs-mode processed_logprobs \
     "${flags[@]}" >"$workdir/vllm_$i.log" 2>&1 </dev/null &
   pids+=($!)
+  disown # or bash reports how it ended
   urls+=("http://127.0.0.1:$((port + i))")
 done
 
@@ -88,6 +99,10 @@ trap 'kill -INT $trainer 2>/dev/null' INT
 trap 'kill -TERM $trainer 2>/dev/null' TERM
 while kill -0 "$trainer" 2>/dev/null; do
   status=0
-  wait "$trainer" || status=$?
+  wait "$trainer" 2>/dev/null || status=$?
 done
+if ((status == 137)); then
+  echo "the trainer was killed, perhaps for want of memory; the same command goes on" \
+    "from its last checkpoint" >&2
+fi
 exit "$status"

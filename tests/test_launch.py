@@ -79,29 +79,84 @@ def test_it_trains_on_servers_and_stops_them(launch):
     assert gone(port)
 
 
-def test_an_interrupt_leaves_nothing_running(launch):
-    command, environment, _, port = launch
+@contextlib.contextmanager
+def running(command, environment, line=None):
+    """The script, from the line on that holds this; killed at the end."""
     with subprocess.Popen(
-        [*command, "--config.steps=100000"],
+        command,
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-    ) as running:
+    ) as script:
         try:
-            for line in running.stdout:
-                if "2 servers hold the policy" in line:
-                    break
-            # The terminal's Ctrl-C: to the foreground group, which is the script's own.
-            os.killpg(running.pid, signal.SIGINT)
-            rest = running.stdout.read()
-            status = running.wait(30)
+            while line and line not in script.stdout.readline():
+                assert script.poll() is None
+            yield script
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(running.pid, signal.SIGKILL)
-    assert status == 130, rest[-2000:]
+                os.killpg(script.pid, signal.SIGKILL)
+
+
+def test_an_interrupt_leaves_nothing_running(launch):
+    command, environment, _, port = launch
+    command.append("--config.steps=100000")
+    with running(command, environment, "2 servers hold the policy") as script:
+        # The terminal's Ctrl-C: to the foreground group, which is the script's own.
+        os.killpg(script.pid, signal.SIGINT)
+        rest = script.stdout.read()
+        assert script.wait(30) == 130, rest[-2000:]
     assert gone(port)
+
+
+def test_a_second_signal_waits_for_a_server_that_does_not_end(launch, tmp_path):
+    """vLLM does not end on SIGTERM while its engine starts."""
+    command, environment, _, _ = launch
+    stubborn = "#!/bin/sh\ntrap '' TERM\necho $$ >{0}.$$\nmv {0}.$$ {0}\n"
+    stubborn += "while :; do sleep 1; done\n"
+    (tmp_path / "vllm").write_text(stubborn.format(tmp_path / "pid"))
+    environment["SERVERS"] = "1"
+    with running(command, environment) as script:
+        end = time.monotonic() + LIMIT_SECS
+        while not (tmp_path / "pid").exists():
+            assert time.monotonic() < end and script.poll() is None
+            time.sleep(0.1)
+        for _ in range(3):
+            script.send_signal(signal.SIGTERM)
+            time.sleep(0.5)
+        assert script.wait(30) == 143
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+def test_a_killed_trainer_is_said_and_its_servers_end(launch):
+    command, environment, _, port = launch
+    command.append("--config.steps=100000")
+    with running(command, environment, "2 servers hold the policy") as script:
+        children = Path(f"/proc/{script.pid}/task/{script.pid}/children").read_text()
+        for child in children.split():
+            if "thundersync_jax.train" in Path(f"/proc/{child}/cmdline").read_text():
+                os.kill(int(child), signal.SIGKILL)
+        rest = script.stdout.read()
+        assert script.wait(30) == 137
+    assert rest.endswith("goes on from its last checkpoint\n")
+    assert "Killed" not in rest and "Terminated" not in rest
+    assert gone(port)
+
+
+def test_a_port_in_use_is_refused_before_anything_is_done(launch):
+    """The health of somebody else's server would be taken for that of our own."""
+    command, environment, workdir, port = launch
+    with socket.create_server(("127.0.0.1", port + 1)):
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=LIMIT_SECS
+        )
+    assert done.returncode == 1
+    assert f"port {port + 1} is in use, expected free ports from PORT={port} on" in (
+        done.stderr
+    )
+    assert not list(workdir.iterdir()) and not done.stdout
 
 
 def test_a_server_that_does_not_start_is_said_with_its_last_words(launch, tmp_path):

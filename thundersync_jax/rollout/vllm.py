@@ -193,7 +193,9 @@ def _check_development(server: Server) -> None:
             "VLLM_SERVER_DEV_MODE=1 in its environment."
         ) from error
     except (ConnectionError, ValueError) as error:
-        raise ConfigError(f"{error}; expected the version of its weights.") from error
+        raise ConfigError(
+            f"{error}; expected the version of its weights. Restart that server."
+        ) from error
 
 
 class VLLMEngine:

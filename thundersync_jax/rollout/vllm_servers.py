@@ -161,7 +161,7 @@ class Servers:
                 if version is not None:
                     await self._check_version(member, version)
         except TimeoutError as error:  # an OSError too
-            reason = f"no answer within {self._timeout_secs:g} s"
+            reason = f"no answer within {self._timeout_secs:g} s (request_timeout_secs)"
             await self._looked_after(member, reason, start_secs)
             raise _Failed(reason) from error
         except OSError as error:
