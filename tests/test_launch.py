@@ -54,13 +54,26 @@ def listening(port):
         return one.connect_ex(("127.0.0.1", port)) == 0
 
 
-def gone(port):
-    end = time.monotonic() + 15
-    while listening(port) or listening(port + 1):
+def within(secs, condition):
+    end = time.monotonic() + secs
+    while not condition():
         if time.monotonic() > end:
             return False
         time.sleep(0.1)
     return True
+
+
+def gone(port):
+    return within(15, lambda: not (listening(port) or listening(port + 1)))
+
+
+def ended(pid):
+    """Whether a process runs no more; nobody may have asked yet how it ended."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return stat.rpartition(")")[2].split()[0] in "ZX"
 
 
 def test_it_trains_on_servers_and_stops_them(launch):
@@ -77,20 +90,6 @@ def test_it_trains_on_servers_and_stops_them(launch):
     assert "2 servers hold the policy" in done.stdout
     assert read(workdir)[-1]["probe_difference"] < 1e-4
     assert gone(port)
-
-
-def ended(pid):
-    """Whether a process runs no more; nobody may have asked yet how it ended."""
-    end = time.monotonic() + 5
-    while time.monotonic() < end:
-        try:
-            stat = Path(f"/proc/{pid}/stat").read_text()
-        except (FileNotFoundError, ProcessLookupError):
-            return True
-        if stat.rpartition(")")[2].split()[0] in "ZX":
-            return True
-        time.sleep(0.1)
-    return False
 
 
 @contextlib.contextmanager
@@ -132,15 +131,13 @@ def test_a_second_signal_waits_for_a_server_that_does_not_end(launch, tmp_path):
     (tmp_path / "vllm").write_text(stubborn.format(tmp_path / "pid"))
     environment["SERVERS"] = "1"
     with running(command, environment) as script:
-        end = time.monotonic() + LIMIT_SECS
-        while not (tmp_path / "pid").exists():
-            assert time.monotonic() < end and script.poll() is None
-            time.sleep(0.1)
+        assert within(LIMIT_SECS, (tmp_path / "pid").exists)
         for _ in range(3):
             script.send_signal(signal.SIGTERM)
             time.sleep(0.5)
         assert script.wait(30) == 143
-    assert ended(int((tmp_path / "pid").read_text()))
+    pid = int((tmp_path / "pid").read_text())
+    assert within(5, lambda: ended(pid))
 
 
 def test_a_killed_trainer_is_said_and_its_servers_end(launch):
