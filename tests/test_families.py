@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import shutil
 import sys
 
@@ -213,7 +214,7 @@ def test_the_context_of_pretraining_is_found_where_transformers_finds_it(tmp_pat
     ("values", "changes", "longest"),
     [
         (QWEN3, {}, 40_960),
-        (QWEN3, {"max_position_embeddings": ...}, None),
+        (QWEN3, {"max_position_embeddings": ...}, math.inf),
         (LLAMA, {}, 131_072),  # its factor of 8 is part of it
         (QWEN2, {"rope_scaling": {"type": "linear", "factor": 2.0}}, 65_536),
         (QWEN2, {"rope_scaling": YARN}, 131_072),
@@ -225,7 +226,8 @@ def test_the_context_of_pretraining_is_found_where_transformers_finds_it(tmp_pat
     ],
 )
 def test_longest_context_counts_the_scaling_once(tmp_path, values, changes, longest):
-    assert model_folder.longest_context(folder(tmp_path, values, **changes)) == longest
+    config = read(tmp_path, values, **changes)
+    assert model_folder.longest_context(config) == longest
 
 
 def test_yarn_scales_of_attention_become_one_factor(tmp_path):

@@ -105,23 +105,20 @@ def architecture(folder: str | os.PathLike) -> dict[str, Any]:
     return _Reader(path, read_json(path)).fields()
 
 
-def longest_context(folder: str | os.PathLike) -> int | None:
-    """The longest context that a folder's model is made for, in tokens.
+def longest_context(model: ModelConfig) -> float:
+    """The longest context that the model of a folder is made for, in tokens.
 
     A linear or YaRN factor stretches the context of training, as in vLLM; Llama 3's is
-    stretched already. None where config.json does not say.
+    stretched already. Infinite where config.json does not say.
     """
-    path = Path(folder).expanduser() / CONFIG_FILE
+    path, rope = Path(model.path).expanduser() / CONFIG_FILE, model.rope
     values = read_json(path)
-    if values.get("max_position_embeddings") is None:
-        return None
-    rope = architecture(folder)["rope"]
-    most = values["max_position_embeddings"]
+    most = _Reader(path, values).number(values, "max_position_embeddings", math.inf)
     if rope.kind == "linear":
-        return int(most * rope.factor)
+        return most * rope.factor
     if rope.kind == "yarn":
-        return int(max(most, rope.original_tokens * rope.factor))
-    return int(most)
+        return max(most, rope.original_tokens * rope.factor)
+    return most
 
 
 def config_json(
@@ -195,23 +192,23 @@ class _Reader:
         family = FAMILIES[name]
         self._refuse(family)
         sizes = {
-            field: self._number(self._values, key)
+            field: self.number(self._values, key)
             for field, key in _SIZES.items()
             if field not in ("kv_heads", "head_dim")
         }
         heads, width = sizes["heads"], sizes["width"]
         if family.model_type == "llama":
-            sizes["kv_heads"] = self._number(self._values, _SIZES["kv_heads"], heads)
+            sizes["kv_heads"] = self.number(self._values, _SIZES["kv_heads"], heads)
         else:
-            sizes["kv_heads"] = self._number(self._values, _SIZES["kv_heads"])
+            sizes["kv_heads"] = self.number(self._values, _SIZES["kv_heads"])
         own_head_dim = family.head_dim or width // max(heads, 1)
-        sizes["head_dim"] = self._number(self._values, "head_dim", own_head_dim)
+        sizes["head_dim"] = self.number(self._values, "head_dim", own_head_dim)
         theta, rope = self._rope()
         return {
             **sizes,
             "rope_theta": theta,
             "rope": rope,
-            "norm_eps": self._number(self._values, "rms_norm_eps", 1e-6),
+            "norm_eps": self.number(self._values, "rms_norm_eps", 1e-6),
             "qk_norm": family.qk_norm,
             "attention_bias": family.attention_bias,
             "tied_embeddings": self._flag("tie_word_embeddings"),
@@ -280,7 +277,7 @@ class _Reader:
                 f"none beside {', '.join(['rope_theta', *names.values()])}",
                 "Name the folder of another model.",
             )
-        theta = self._number(inside, "rope_theta", values.get("rope_theta") or 10_000.0)
+        theta = self.number(inside, "rope_theta", values.get("rope_theta") or 10_000.0)
         return float(theta), self._scaling(kind, inside)
 
     def _scaling(self, kind: str, inside: Mapping[str, Any]) -> RopeScaling:
@@ -290,9 +287,9 @@ class _Reader:
             most = self._values.get("max_position_embeddings")
             inside[key] = self._values.get(key) or inside.get(key) or most
         if {"mscale", "mscale_all_dim"} <= inside.keys():
-            log = 0.1 * math.log(max(self._number(inside, "factor"), 1))
+            log = 0.1 * math.log(max(self.number(inside, "factor"), 1))
             both = ("mscale", "mscale_all_dim")
-            above, below = (self._number(inside, key) * log + 1 for key in both)
+            above, below = (self.number(inside, key) * log + 1 for key in both)
             inside.setdefault("attention_factor", above / below)
         fields = {}
         defaults = {f.name: f.default for f in dataclasses.fields(RopeScaling)}
@@ -303,13 +300,13 @@ class _Reader:
             if isinstance(defaults[field], bool):
                 fields[field] = inside[key]
             else:
-                fields[field] = self._number(inside, key)
+                fields[field] = self.number(inside, key)
         try:
             return RopeScaling(kind, **fields)
         except ConfigError as error:
             raise ConfigError(f"{self._path}: {error}") from error
 
-    def _number(self, values: Mapping[str, Any], key: str, default: Any = None) -> Any:
+    def number(self, values: Mapping[str, Any], key: str, default: Any = None) -> Any:
         value = values.get(key)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int | float):

@@ -9,6 +9,7 @@ from thundersync_jax import model_folder
 from thundersync_jax.config import MOST_STOP_IDS, Config
 from thundersync_jax.envs.base import TaskSet, check_split
 from thundersync_jax.errors import ConfigError
+from thundersync_jax.model_config import ModelConfig
 from thundersync_jax.rollout import templates
 from thundersync_jax.rollout.chat import Chat
 from thundersync_jax.rollout.events import Job
@@ -46,7 +47,7 @@ def prepared(factory: Callable[..., TaskSet], config: Config) -> tuple[TaskSet, 
     )
     _check_ids(chat, config)
     if folder is not None:
-        _check_context(folder, config.rollout.context_tokens)
+        _check_context(config.model, config.rollout.context_tokens)
     return _checked(tasks, config, chat), chat
 
 
@@ -67,12 +68,12 @@ def _check_ids(chat: Chat, config: Config) -> None:
         )
 
 
-def _check_context(folder: str, tokens: int) -> None:
-    longest = model_folder.longest_context(folder)
-    if longest is not None and tokens > longest:
+def _check_context(model: ModelConfig, tokens: int) -> None:
+    longest = model_folder.longest_context(model)
+    if tokens > longest:
         raise ConfigError(
-            f"rollout.context_tokens is {tokens} and {folder} is made for at most "
-            f"{longest} (max_position_embeddings and rotary scaling in its "
+            f"rollout.context_tokens is {tokens} and {model.path} is made for at most "
+            f"{longest:.0f} (max_position_embeddings and rotary scaling in its "
             "config.json), expected no more. Lower it, or state a scaling there."
         )
 
