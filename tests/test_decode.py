@@ -120,6 +120,29 @@ def test_several_devices_sample_what_one_does():
             np.testing.assert_array_equal(logprobs, reference[name][1])
 
 
+def test_cpu_devices_share_a_copy_of_the_parameters():
+    def leaves(engine):
+        return jax.tree.leaves(engine._params)
+
+    group = make_group(slots=6)
+    given = jax.tree.map(lambda x: x + 0.1, PARAMS)
+    reference = converse(make_engine(given), [0, 1])
+    for _ in range(2):
+        for place, engine in zip(jax.devices()[2:4], group._engines, strict=True):
+            assert {x.device for x in leaves(engine)} == {place}
+        first, second = (
+            [x.unsafe_buffer_pointer() for x in leaves(engine)]
+            for engine in group._engines
+        )
+        assert first == second
+        group.update(given, 1)
+    for x in jax.tree.leaves(given):
+        x.delete()
+    for name, (ids, logprobs, _) in converse(group, [0, 1]).items():
+        np.testing.assert_array_equal(ids, reference[name][0])
+        np.testing.assert_array_equal(logprobs, reference[name][1])
+
+
 def test_new_sessions_go_to_the_device_with_the_fewest():
     group = make_group(slots=8)
     for session in range(4):

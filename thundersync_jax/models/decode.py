@@ -55,6 +55,7 @@ class InProcessEngine:
         prefill_buckets: Sequence[int],
         device_or_sharding: Any = None,
         policy_version: int = 0,
+        twin: "InProcessEngine | None" = None,
     ):
         """Places a copy of the parameters and an empty cache.
 
@@ -68,6 +69,7 @@ class InProcessEngine:
             than the last goes in pieces of it.
           device_or_sharding: Where the sampler lives; None is jax's default device.
           policy_version: Of `params`.
+          twin: As for `update`.
         """
         _check(slots, context_tokens, steps_per_call, prefill_buckets)
         self.context_tokens = context_tokens
@@ -103,15 +105,26 @@ class InProcessEngine:
         self._sampled: list[jax.Array] = []  # ids and log-probabilities, dispatched
         self._prompts: dict[bytes, int] = {}  # which slot's cache begins with these ids
         self._prompt_of: dict[int, bytes] = {}  # the same by slot
-        self.update(params, policy_version)
+        self.update(params, policy_version, twin)
 
     @property
     def busy(self) -> bool:
         """Whether `step` has anything to do."""
         return bool(self._ready or self._decoding or (self._queue and self._free))
 
-    def update(self, params: Any, policy_version: int) -> None:
+    def update(
+        self,
+        params: Any,
+        policy_version: int,
+        twin: "InProcessEngine | None" = None,
+    ) -> None:
         """Takes a copy of new parameters.
+
+        Args:
+          params: As `transformer.init` returns them.
+          policy_version: Of `params`.
+          twin: An engine of the same model that has taken them. Its copy is used, and
+            shared where both engines are on CPU devices.
 
         Raises:
           ValueError: A session is held; its cache belongs to the old parameters.
@@ -121,11 +134,19 @@ class InProcessEngine:
                 f"update to policy version {policy_version} with {len(self._sessions)} "
                 "sessions held; release every session first"
             )
-        # A copy in every case: the learner donates its arrays at the step boundary.
-        params = jax.device_put(params, self._place, may_alias=False)
-        self._params = generation.unstack(self._config, params)
+        if twin is None:
+            # A copy in every case: the learner donates its arrays at the step boundary.
+            params = jax.device_put(params, self._place, may_alias=False)
+            self._params = generation.unstack(self._config, params)
+        else:
+            self._params = jax.tree.map(self._shared, twin._params)
         self._prompts, self._prompt_of = {}, {}
         self.policy_version = policy_version
+
+    def _shared(self, x: jax.Array) -> jax.Array:
+        """`x` at this place. Between CPU devices jax would copy it, but not a view."""
+        on_cpu = all(device.platform == "cpu" for device in x.devices())
+        return jax.device_put(np.asarray(x) if on_cpu else x, self._place)
 
     def submit(self, request: Request) -> None:
         """Queues a turn.

@@ -44,12 +44,16 @@ class Rows(NamedTuple):
 
 @functools.partial(jax.jit, static_argnums=0)
 def unstack(config, params):
-    """Parameters in the compute dtype, the layers' as a list: no slices in the loop."""
+    """Parameters in the compute dtype, as the loop over steps reads them.
+
+    The layers' are a list, and `output` has the head axis second, which is the order
+    that einsum sums in: no slices and no transposed copies in every step.
+    """
     params = transformer.cast(config, params)
     each = [{} for _ in range(config.layers)]
     for name, stacked in params["layers"].items():
         for weights, x in zip(each, stacked, strict=True):
-            weights[name] = x
+            weights[name] = jnp.swapaxes(x, 0, 1) if name == "output" else x
     return params | {"layers": each}
 
 
@@ -172,6 +176,7 @@ def _forward(config, params, cache, ids, positions):
     x = jnp.take(params["embed"], ids.reshape(-1), axis=0)
     kept = []
     for weights, old in zip(params["layers"], cache, strict=True):
+        weights = weights | {"output": jnp.swapaxes(weights["output"], 0, 1)}
         inputs = transformer.attention_inputs(config, weights, x, positions.reshape(-1))
         query, *new = (y.reshape(*ids.shape, *y.shape[1:]) for y in inputs)
         keys, values = written = _write(old, rows, positions, new)
