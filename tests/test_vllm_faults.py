@@ -1,5 +1,6 @@
 """Servers that die, hang, are slow or talk nonsense: what becomes of the rollouts."""
 
+import asyncio
 import contextlib
 import threading
 import time
@@ -22,11 +23,12 @@ from rollout_fakes import (
 from vllm_fake import FakeServer, engine_of
 
 from thundersync_jax.errors import ServerError
-from thundersync_jax.rollout import vllm_servers
+from thundersync_jax.rollout import vllm_http, vllm_servers
 from thundersync_jax.rollout.pool import Completed, Failed, Rewarded
 from thundersync_jax.rollout.vllm import Published
 from thundersync_jax.types import StopReason
 
+HEALTH_SECS = vllm_servers.HEALTH_SECS
 SOON_SECS = 0.5
 
 
@@ -163,6 +165,43 @@ def test_a_hung_server_is_found_where_no_turn_may_wait_for_its_deadline():
             time.sleep(0.01)
         assert len(of_kind(roll(pool, 4, step=1), Rewarded)) == 4
     assert a.address in lines[0] and "/health" in lines[0]
+
+
+def test_a_server_whose_idle_worker_missed_a_call_is_kept(monkeypatch):
+    """vLLM's looks again after 5 s (SHM_READER_RECHECK_INTERVAL_MS)."""
+    monkeypatch.setattr(vllm_servers, "HEALTH_SECS", HEALTH_SECS)
+    lines = []
+    with two_servers(lines, request_timeout_secs=SOON_SECS) as (a, _, pool):
+        a.delay_secs = 5.5
+        assert len(of_kind(roll(pool, 2), Rewarded)) == 2
+        a.delay_secs = 0.0
+        asked = len(a.bodies)
+        assert len(of_kind(roll(pool, 2, step=1), Rewarded)) == 2
+        assert len(a.bodies) > asked
+    assert not lines
+
+
+@pytest.mark.parametrize("keep_secs, connections", [(60.0, 1), (0.1, 2)])
+def test_no_connection_is_used_that_its_server_may_be_ending(
+    monkeypatch, keep_secs, connections
+):
+    """VLLM_HTTP_TIMEOUT_KEEP_ALIVE is 5 s: a request at that moment met a ReadError."""
+    assert 0 < vllm_http.KEEP_SECS < 5
+    monkeypatch.setattr(vllm_http, "KEEP_SECS", keep_secs)
+
+    async def twice(url):
+        async with vllm_http.async_client() as client:
+            await client.get(url)
+            await asyncio.sleep(0.3)
+            await client.get(url)
+
+    with FakeServer() as fake, vllm_http.client(PATIENCE_SECS) as client:
+        client.get(f"{fake.address}/health")
+        time.sleep(0.3)
+        client.get(f"{fake.address}/health")
+        assert fake.connections == connections
+        asyncio.run(twice(f"{fake.address}/health"))
+        assert fake.connections == 2 * connections
 
 
 def test_one_slow_answer_of_a_server_that_is_well_costs_a_try_alone():

@@ -41,6 +41,7 @@ class FakeServer:
       ids: Their request ids.
       aborted: Request ids of those whose client left before the answer.
       calls: Paths of all other posts, in order.
+      connections: How many were opened so far.
       weight_version: As POST /update_weight_version sets it.
       logits: Function of the prefix, a list of ids.
       script: Function of the prompt that gives the ids of an answer; None samples.
@@ -57,6 +58,7 @@ class FakeServer:
         self.port = 0  # any that is free
         self.logits = logits
         self.bodies, self.ids, self.aborted, self.calls = [], [], [], []
+        self.connections = 0
         self.weight_version = "default"
         self.script = None
         self.change = None
@@ -171,6 +173,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def setup(self):
         super().setup()
         self.fake._sockets.add(self.connection)
+        self.fake.connections += 1
 
     def finish(self):
         self.fake._sockets.discard(self.connection)

@@ -12,6 +12,9 @@ from thundersync_jax.errors import ConfigError
 from thundersync_jax.rollout.commands import one_line
 from thundersync_jax.rollout.vllm_wire import WrongAnswer, read_error
 
+# How long a connection without a request is kept. vLLM ends its own after 5 s, and a
+# request that is sent at that moment is lost.
+KEEP_SECS = 2.0
 _LATER = (408, 429)  # statuses below 500 that another try may not meet
 
 
@@ -26,9 +29,7 @@ def client(timeout_secs: float) -> Any:
 
 def async_client() -> Any:
     """An httpx.AsyncClient, without deadlines and limits of its own."""
-    httpx = _httpx()
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    return httpx.AsyncClient(timeout=None, limits=limits, **_common())
+    return _httpx().AsyncClient(timeout=None, **_common())
 
 
 def connection_errors() -> type[Exception]:
@@ -70,8 +71,13 @@ def _httpx() -> ModuleType:
 
 
 def _common() -> dict[str, Any]:
+    limits = _httpx().Limits(
+        max_connections=None,
+        max_keepalive_connections=None,
+        keepalive_expiry=KEEP_SECS,
+    )
     # No proxy of the environment: servers stand beside the learner.
-    return {"trust_env": False, "verify": _tls()}
+    return {"trust_env": False, "verify": _tls(), "limits": limits}
 
 
 @functools.cache

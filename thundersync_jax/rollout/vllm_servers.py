@@ -25,7 +25,9 @@ from thundersync_jax.rollout.vllm_http import (
     read_json,
 )
 
-HEALTH_SECS = 5.0  # a server that says nothing for so long is gone
+# A server that says nothing for so long is gone. An idle worker of vLLM may miss a
+# call, and then looks again after up to 5 s.
+HEALTH_SECS = 8.0
 Answer = TypeVar("Answer")
 
 
