@@ -26,10 +26,12 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from thundersync_jax import model_folder
-from thundersync_jax.mesh import make_mesh, parameter_shardings
-from thundersync_jax.model_config import ModelConfig
-from thundersync_jax.models import families, layers, tensor_files, transformer, weights
+from thundersync_jax.config import model_folder
+from thundersync_jax.config.model import ModelConfig
+from thundersync_jax.hf import files as tensor_files
+from thundersync_jax.hf import tensors, weights
+from thundersync_jax.models import layers, transformer
+from thundersync_jax.stream.mesh import make_mesh, parameter_shardings
 
 # Qwen3-0.6B with a smaller vocabulary.
 MODEL = ModelConfig(
@@ -68,7 +70,7 @@ def write_folder(folder: Path, config: ModelConfig, dtype: str) -> None:
 
     pieces = [
         tensor_files.Piece(t.name, t.shape, functools.partial(value, t.shape))
-        for t in families.tensors(config)
+        for t in tensors.tensors(config)
     ]
     tensor_files.write(folder / tensor_files.ONE_FILE, pieces, stored, {})
     text = json.dumps(model_folder.config_json(config, dtype))

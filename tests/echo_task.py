@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from thundersync_jax import config as settings
+from thundersync_jax.config.settings import replace
 from thundersync_jax.envs.base import Action, Observation, TaskSet
-from thundersync_jax.settings import replace
 
 LETTERS, LENGTH = "abcdef", 3
 

@@ -7,9 +7,9 @@ from rollout_fakes import ScriptedPool, key
 from toy_stream import MEAN, weighted
 
 from thundersync_jax import GradientStream
-from thundersync_jax.learner_clock import Totals
+from thundersync_jax.metrics.learner_clock import Totals
 from thundersync_jax.rollout.pool import Job
-from thundersync_jax.step import run_step
+from thundersync_jax.run.step import run_step
 
 SIZE = 4  # members of a group
 

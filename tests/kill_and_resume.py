@@ -29,8 +29,8 @@ from pathlib import Path
 
 import echo_task
 
-from thundersync_jax.schedule import RELEASES
-from thundersync_jax.workdir import RESULT_FILE
+from thundersync_jax.config.workdir import RESULT_FILE
+from thundersync_jax.stream.schedule import RELEASES
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = Path(__file__).with_name("echo_task.py")

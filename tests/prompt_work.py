@@ -17,9 +17,10 @@ import time
 import jax
 import numpy as np
 
-from thundersync_jax import GradientStream, objective
+from thundersync_jax import GradientStream
 from thundersync_jax.config import LossConfig, ModelConfig
 from thundersync_jax.models import transformer
+from thundersync_jax.run import objective
 from thundersync_jax.types import StopReason, TeacherScores, Trajectory, TrajectoryKey
 
 MODEL = ModelConfig(

@@ -6,15 +6,15 @@ import threading
 
 import numpy as np
 
+from thundersync_jax.chat import byte_level
 from thundersync_jax.config import RolloutConfig
+from thundersync_jax.engines.base import Response, Scored
 from thundersync_jax.envs.base import Action, Observation
-from thundersync_jax.rollout import render
-from thundersync_jax.rollout.engine import Response, Scored
 from thundersync_jax.rollout.pool import Completed, Failed, Job, Rewarded, RolloutPool
 from thundersync_jax.types import StopReason, Trajectory, TrajectoryKey
 
-ANSWER = render.render_action(Action("answer", "7"))
-CALL = render.render_action(Action("call", "1+1"))
+ANSWER = byte_level.render_action(Action("answer", "7"))
+CALL = byte_level.render_action(Action("call", "1+1"))
 PATIENCE_SECS = 20.0  # for an event that must come; never waited for in full
 
 

@@ -7,8 +7,9 @@ import numpy as np
 from vllm_fake import FakeServer
 
 from thundersync_jax import export
-from thundersync_jax.model_config import ModelConfig
-from thundersync_jax.models import transformer, weights
+from thundersync_jax.config.model import ModelConfig
+from thundersync_jax.hf import weights
+from thundersync_jax.models import transformer
 
 
 @functools.cache

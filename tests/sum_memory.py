@@ -27,8 +27,8 @@ import jax
 import numpy as np
 
 from thundersync_jax.config import Config
-from thundersync_jax.run import Run
-from thundersync_jax.settings import replace
+from thundersync_jax.config.settings import replace
+from thundersync_jax.run.run import Run
 
 OPEN_GROUPS = (1, 2, 4, 8)
 ACCUMULATORS = ("plain", "exact")

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from thundersync_jax import accumulator
+from thundersync_jax.stream import accumulator
 
 PARAMS = {"w": jnp.zeros((64, 128)), "b": [jnp.zeros(()), jnp.zeros(5, jnp.bfloat16)]}
 

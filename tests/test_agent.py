@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from rollout_fakes import ANSWER, CALL, FakeEngine, FakeEnvironment, key, limits, never
 
+from thundersync_jax.chat import byte_level
+from thundersync_jax.chat.byte_level import END
 from thundersync_jax.envs.base import Action, Observation
-from thundersync_jax.rollout import render
 from thundersync_jax.rollout.agent import Agent
 from thundersync_jax.rollout.commands import Commands, Stopped
 from thundersync_jax.rollout.recorder import Recorder
-from thundersync_jax.rollout.tokenizer import END
 from thundersync_jax.types import StopReason
 
 
@@ -62,7 +62,12 @@ def test_trained_tokens_are_exactly_the_sampled_ones():
     """Tool output is never trained (huggingface/trl#4975)."""
     environment = FakeEnvironment()
     trajectory, reward, engine = play(environment, call_then_answer)
-    parts = [render.render_prompt("2+5"), CALL, render.render_observation("2"), ANSWER]
+    parts = [
+        byte_level.render_prompt("2+5"),
+        CALL,
+        byte_level.render_observation("2"),
+        ANSWER,
+    ]
     sampled = np.repeat([False, True, False, True], [len(part) for part in parts])
     np.testing.assert_array_equal(trajectory.ids, np.concatenate(parts))
     np.testing.assert_array_equal(trajectory.loss_mask, sampled)
@@ -90,8 +95,8 @@ def test_every_turn_of_a_trajectory_is_trained():
 def test_observation_that_does_not_fit_is_context_overflow_not_a_parse_failure():
     """Window 16, prompt 10, reply 8 (thinking-machines-lab/tinker-cookbook#506)."""
     environment = FakeEnvironment(prompt="12345678", reply="123456")
-    assert len(render.render_prompt("12345678")) == 10
-    assert len(render.render_observation("123456")) == 8
+    assert len(byte_level.render_prompt("12345678")) == 10
+    assert len(byte_level.render_observation("123456")) == 8
     trajectory, reward, _ = play(
         environment,
         engine=FakeEngine(lambda *_: [CALL[0], END], 16),
@@ -172,7 +177,7 @@ def test_cut_action_is_run_on_request_with_its_ids():
         (53, 301, 54, 55),
     ]
     assert (trajectory.turns, trajectory.action_tokens, reward) == (2, 8, 1.0)
-    reply = render.render_observation("2")
+    reply = byte_level.render_observation("2")
     np.testing.assert_array_equal(engine.requests[1].new_ids, reply)
 
 

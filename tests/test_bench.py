@@ -10,20 +10,21 @@ import echo_task
 import numpy as np
 import pytest
 
-from thundersync_jax import calibration, report, train
-from thundersync_jax import live as live_module
+from thundersync_jax import train
 from thundersync_jax.bench import bench
 from thundersync_jax.config import EnvConfig, LatencyConfig
+from thundersync_jax.config.settings import replace
 from thundersync_jax.envs import letters
 from thundersync_jax.envs.letters import LettersOptions
 from thundersync_jax.errors import ConfigError, StreamError
-from thundersync_jax.learner_clock import Ran
+from thundersync_jax.measure import bench_report, calibration
+from thundersync_jax.measure import live as live_module
+from thundersync_jax.metrics.learner_clock import Ran
+from thundersync_jax.metrics.timing import StepTiming
 from thundersync_jax.rollout.events import Failed
-from thundersync_jax.run import Run
-from thundersync_jax.schedule import RELEASES, Call, Item
-from thundersync_jax.settings import replace
-from thundersync_jax.step import Step
-from thundersync_jax.timing import StepTiming
+from thundersync_jax.run.run import Run
+from thundersync_jax.run.step import Step
+from thundersync_jax.stream.schedule import RELEASES, Call, Item
 from thundersync_jax.types import StopReason, Trajectory, TrajectoryKey
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
@@ -112,10 +113,10 @@ def test_exact_sums_run_beside_plain_ones(tmp_path, capsys, monkeypatch):
     assert ran == rules | {("trajectory", 1, "plain"): 3}
     assert found.keys() == OVERALL | {"exact"}
     assert json.loads(json.dumps(found)) == found
-    assert tuple(found["releases"]) == (*RELEASES, report.PLAIN)
+    assert tuple(found["releases"]) == (*RELEASES, bench_report.PLAIN)
     assert found["identical_trajectories"]
     assert found["compiles_after_warmup"] == 0 and found["rows_per_call"] == 1
-    for name in ("trajectory", report.PLAIN):
+    for name in ("trajectory", bench_report.PLAIN):
         release = found["releases"][name]
         assert release.keys() == PER_RELEASE
         assert release["streamed_share"] > 0
@@ -123,7 +124,8 @@ def test_exact_sums_run_beside_plain_ones(tmp_path, capsys, monkeypatch):
     exact = found["exact"]
     assert exact["learner_secs"] == found["releases"]["trajectory"]["learner_secs"]
     assert (
-        exact["plain_learner_secs"] == found["releases"][report.PLAIN]["learner_secs"]
+        exact["plain_learner_secs"]
+        == found["releases"][bench_report.PLAIN]["learner_secs"]
     )
     said = capsys.readouterr().out
     assert f"{exact['learner_ratio']:.2f} times" in said
@@ -139,10 +141,12 @@ def test_the_price_of_exact_sums_is_taken_step_by_step():
 
     figures = [(4.0, 2.4, 3.8, 2.0), (9.0, 6.0, 8.1, 4.0), (5.0, 3.0, 4.9, 2.5)]
     rounds = [
-        report.Round({"trajectory": live(*one[:2]), report.PLAIN: live(*one[2:])}, {})
+        bench_report.Round(
+            {"trajectory": live(*one[:2]), bench_report.PLAIN: live(*one[2:])}, {}
+        )
         for one in figures
     ]
-    assert report.exactness(rounds) == pytest.approx(
+    assert bench_report.exactness(rounds) == pytest.approx(
         {
             "learner_secs": 3.0,
             "plain_learner_secs": 2.5,
@@ -173,7 +177,7 @@ def test_speedup_is_the_median_of_the_single_steps():
         "batch": {"step_secs": [4.0, 8.0, 30.0]},
         "trajectory": {"step_secs": [2.0, 5.0, 15.0]},
     }
-    assert report.speedups(releases, "trajectory") == [2.0, 1.6, 2.0]
+    assert bench_report.speedups(releases, "trajectory") == [2.0, 1.6, 2.0]
 
 
 LONG = {"rollout.context_tokens": 48, "rollout.prefill_buckets": (48,)}
@@ -374,7 +378,7 @@ def test_rules_that_sampled_otherwise_are_not_called_identical(other):
         return live_module.Live(done, None, 0.0, 0.0, 0.0, 0.0, [], [])
 
     same = dict.fromkeys(RELEASES, found([trajectory()]))
-    assert report.identical(report.Round(same, {}))
+    assert bench_report.identical(bench_report.Round(same, {}))
     for release in RELEASES:
         differs = same | {release: found(other)}
-        assert not report.identical(report.Round(differs, {}))
+        assert not bench_report.identical(bench_report.Round(differs, {}))

@@ -16,16 +16,19 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from thundersync_jax import bench as bench_module
-from thundersync_jax import calibration, mesh, peak_bytes, report, train
+from thundersync_jax import train
 from thundersync_jax.bench import bench, contestants
 from thundersync_jax.config import EnvConfig, LatencyConfig, LossConfig, TeacherConfig
+from thundersync_jax.config.settings import replace
 from thundersync_jax.envs.letters import LettersOptions
 from thundersync_jax.flags import load_config
-from thundersync_jax.learner_clock import Ran
+from thundersync_jax.measure import bench_report, calibration
+from thundersync_jax.measure import live as peak_bytes
+from thundersync_jax.measure.live import PeakBytes, alive_bytes
+from thundersync_jax.metrics.learner_clock import Ran
 from thundersync_jax.models import transformer
-from thundersync_jax.peak_bytes import PeakBytes, alive_bytes
-from thundersync_jax.schedule import Call, Item, Prompt, TurnCall
-from thundersync_jax.settings import replace
+from thundersync_jax.stream import mesh
+from thundersync_jax.stream.schedule import Call, Item, Prompt, TurnCall
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 
@@ -88,7 +91,7 @@ def watched(config, workdir, **options):
         seen.extend(rounds)
         return report_figures(rounds, facts)
 
-    report_figures = report.figures
+    report_figures = bench_report.figures
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bench_module.report, "figures", figures)
         return bench(config, workdir, **options), seen
@@ -163,16 +166,20 @@ def test_a_shared_prompt_is_benched_too(config, tmp_path, capsys):
 
 def test_with_exact_sums_plain_ones_take_part_and_turns_do_not(config):
     names = [one.name for one in contestants(replace(config, {"accumulator": "exact"}))]
-    assert names == ["batch", "trajectory", report.PLAIN]
+    assert names == ["batch", "trajectory", bench_report.PLAIN]
 
 
 def test_tokens_are_added_up_and_the_largest_peak_counts():
-    costs = [report.Cost(10, 5, 10), report.Cost(30, 1, 30), report.Cost(20, 3, 20)]
-    assert report._teaching(costs) == {
+    costs = [
+        bench_report.Cost(10, 5, 10),
+        bench_report.Cost(30, 1, 30),
+        bench_report.Cost(20, 3, 20),
+    ]
+    assert bench_report._teaching(costs) == {
         "peak_bytes": 30,
         "teacher_tokens_over_trajectory_tokens": 0.15,
     }
-    assert report._teaching([]) == {}
+    assert bench_report._teaching([]) == {}
 
 
 def test_contention_tells_turns_from_replays_and_leaves_prompts_out():

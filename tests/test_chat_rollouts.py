@@ -9,15 +9,16 @@ from chat_folders import CALCULATOR
 from rollout_fakes import FakeEngine, FakeEnvironment, key, limits
 from test_agent import InlineSampler
 
-from thundersync_jax import buckets, run_tasks
+from thundersync_jax.chat.base import pieces
+from thundersync_jax.chat.templates import TemplateChat
 from thundersync_jax.config import Config
 from thundersync_jax.envs.base import Action, Observation, TaskSet
 from thundersync_jax.ops import losses
 from thundersync_jax.rollout.agent import Agent
-from thundersync_jax.rollout.chat import pieces
 from thundersync_jax.rollout.commands import Commands
 from thundersync_jax.rollout.recorder import Recorder
-from thundersync_jax.rollout.templates import TemplateChat
+from thundersync_jax.run import tasks as run_tasks
+from thundersync_jax.stream import padding
 from thundersync_jax.types import StopReason
 
 LENGTHS = {"context_tokens": 1024, "turn_tokens": 128}
@@ -140,7 +141,7 @@ def test_numbers_per_token_stay_with_their_tokens():
     trajectory = recorder.trajectory(StopReason.FINISHED)
     assert trajectory.logprobs.tolist() == [0, 0, -1, -2]
     row = {"logprobs": trajectory.logprobs, "mask": trajectory.loss_mask}
-    padded = buckets.pad(row, (8,)).tree
+    padded = padding.pad(row, (8,)).tree
     assert padded["logprobs"][padded["mask"]].tolist() == [-1, -2]
 
 

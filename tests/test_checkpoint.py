@@ -18,9 +18,9 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from thundersync_jax.checkpoint import Checkpoints, sha256
 from thundersync_jax.errors import ConfigError
-from thundersync_jax.state import State
+from thundersync_jax.run.checkpoint import Checkpoints, sha256
+from thundersync_jax.run.state import State
 
 OPTIMIZER = optax.adamw(1e-2)
 

@@ -9,15 +9,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from thundersync_jax import learner_clock
-from thundersync_jax import step as step_module
 from thundersync_jax.config import EnvConfig, LatencyConfig
+from thundersync_jax.config.settings import replace
 from thundersync_jax.envs.letters import LettersOptions
-from thundersync_jax.learner_clock import LearnerClock
-from thundersync_jax.run import Run
-from thundersync_jax.schedule import Call, Item
-from thundersync_jax.settings import replace
-from thundersync_jax.step import rollouts
+from thundersync_jax.metrics import learner_clock
+from thundersync_jax.metrics.learner_clock import LearnerClock
+from thundersync_jax.run import step as step_module
+from thundersync_jax.run.run import Run
+from thundersync_jax.run.step import rollouts
+from thundersync_jax.stream.schedule import Call, Item
 
 LATE_SECS = 2.0
 CONFIG = replace(

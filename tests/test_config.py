@@ -5,7 +5,6 @@ import json
 
 import pytest
 
-from thundersync_jax import combinations
 from thundersync_jax.config import (
     Config,
     EnvConfig,
@@ -19,16 +18,17 @@ from thundersync_jax.config import (
     TeacherConfig,
     VLLMConfig,
     WarmStartConfig,
+    run,
 )
-from thundersync_jax.errors import ConfigError
-from thundersync_jax.models.generation import STOP_IDS
-from thundersync_jax.ops import exact_sum
-from thundersync_jax.settings import (
+from thundersync_jax.config.settings import (
     check_same_config,
     config_dict,
     differences,
     settings,
 )
+from thundersync_jax.engines.generation import STOP_IDS
+from thundersync_jax.errors import ConfigError
+from thundersync_jax.ops import exact_sum
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,7 +258,7 @@ def test_combinations_that_work_are_accepted():
 
 
 def test_exact_sums_are_refused_where_they_end():
-    assert combinations.MOST_ADDENDS == exact_sum.MAX_ADDENDS
+    assert run.MOST_ADDENDS == exact_sum.MAX_ADDENDS
 
 
 def test_config_json_reads_back_exactly_and_names_the_class_of_options():

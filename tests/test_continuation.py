@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from turns_of_models import MODEL, VOCAB, difference, init
 
-from thundersync_jax import segments
 from thundersync_jax.models import continuation
 from thundersync_jax.ops.logprobs import target_logprobs
-from thundersync_jax.segments import Segments, State
-from thundersync_jax.surrogate import Surrogate
+from thundersync_jax.stream import segments
+from thundersync_jax.stream.segments import Segments, State
+from thundersync_jax.stream.surrogate import Surrogate
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 EXACT = 1e-12  # rounding of float64 sums of some hundred terms

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from thundersync_jax.config import ModelConfig
-from thundersync_jax.models import decode, decode_group, generation, transformer
+from thundersync_jax.engines import generation, in_process
+from thundersync_jax.engines import group as decode_group
+from thundersync_jax.engines.base import Request
+from thundersync_jax.models import transformer
 from thundersync_jax.ops import sampling
-from thundersync_jax.rollout.engine import Request
 
 # Two float32 programs of one function.
 FLOAT32 = 1e-5
@@ -35,7 +37,7 @@ def make_engine(params=PARAMS, slots=5, **changes):
         "steps_per_call": 4,
         "prefill_buckets": BUCKETS,
     }
-    return decode.InProcessEngine(CONFIG, params, slots, **(settings | changes))
+    return in_process.InProcessEngine(CONFIG, params, slots, **(settings | changes))
 
 
 def make_group(slots):
@@ -226,18 +228,18 @@ def group_turns(engine, prompts):
 
 def test_turns_begin_a_block_at_a_time_and_later_turns_first():
     """So the first trajectory ends while the last one has not begun."""
-    engine = make_engine(slots=3 * decode.CPU_BLOCK_ROWS)
-    for session in range(3 * decode.CPU_BLOCK_ROWS):
+    engine = make_engine(slots=3 * in_process.CPU_BLOCK_ROWS)
+    for session in range(3 * in_process.CPU_BLOCK_ROWS):
         engine.submit(turn(session, prompt(session), limit=1))
     first = [response.session for response in engine.step()]
-    assert first == list(range(decode.CPU_BLOCK_ROWS))
+    assert first == list(range(in_process.CPU_BLOCK_ROWS))
     engine.submit(turn(0, prompt(0), limit=1))
     second = {response.session for response in engine.step()}
-    assert 0 in second and len(second) == decode.CPU_BLOCK_ROWS
+    assert 0 in second and len(second) == in_process.CPU_BLOCK_ROWS
     rest = [response.session for response in engine.step()]
     rest += [response.session for response in engine.step()]
     assert sorted([*first[1:], *second, *rest]) == list(
-        range(3 * decode.CPU_BLOCK_ROWS)
+        range(3 * in_process.CPU_BLOCK_ROWS)
     )
     assert not engine.busy
 

@@ -8,12 +8,12 @@ import time
 import numpy as np
 import pytest
 
-from thundersync_jax.display import Display, ReleaseRow, StepRow, progress_line
+from thundersync_jax.chat import byte_level
 from thundersync_jax.envs.base import Action
-from thundersync_jax.intervals import wilson_interval
-from thundersync_jax.progress import Progress, RunProgress
-from thundersync_jax.rollout import render
+from thundersync_jax.metrics.progress import Progress, RunProgress
+from thundersync_jax.run.heldout import wilson_interval
 from thundersync_jax.types import StopReason, Trajectory, TrajectoryKey
+from thundersync_jax.view.display import Display, ReleaseRow, StepRow, progress_line
 
 ESCAPE = "\x1b"
 
@@ -193,10 +193,10 @@ def test_rate_and_busy_share_are_of_the_time_since_the_step_began():
 
 def trajectory(observation="19", reward=1.0, reason=""):
     parts = [
-        (render.render_prompt("12+7"), False),
-        (render.render_action(Action("call", "12+7")), True),
-        (render.render_observation(observation), False),
-        (render.render_action(Action("answer", "19")), True),
+        (byte_level.render_prompt("12+7"), False),
+        (byte_level.render_action(Action("call", "12+7")), True),
+        (byte_level.render_observation(observation), False),
+        (byte_level.render_action(Action("answer", "19")), True),
     ]
     ids = np.concatenate([part for part, _ in parts])
     mask = np.concatenate([np.full(len(part), trained) for part, trained in parts])

@@ -12,9 +12,9 @@ from rollout_fakes import FakeEngine, FakeEnvironment, after, key, limits, never
 from toy_stream import EXACT
 
 from thundersync_jax.rollout.pool import RolloutPool
-from thundersync_jax.run import Run
-from thundersync_jax.schedule import RELEASES
-from thundersync_jax.step import run_step
+from thundersync_jax.run.run import Run
+from thundersync_jax.run.step import run_step
+from thundersync_jax.stream.schedule import RELEASES
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 

@@ -7,11 +7,11 @@ from rollout_fakes import ScriptedPool, key, trajectory_of
 from toy_stream import EXACT, MEAN
 
 from thundersync_jax import advantages
-from thundersync_jax.dynamic_sampling import replacements
 from thundersync_jax.errors import StreamError
-from thundersync_jax.progress import RunProgress
-from thundersync_jax.schedule import RELEASES
-from thundersync_jax.step import roll_out, run_step
+from thundersync_jax.metrics.progress import RunProgress
+from thundersync_jax.run.dynamic_sampling import replacements
+from thundersync_jax.run.step import roll_out, run_step
+from thundersync_jax.stream.schedule import RELEASES
 
 BATCH = advantages.batch_mean_std()
 # What the order of events must not change. How many gradients were streamed it may.

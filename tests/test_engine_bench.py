@@ -5,9 +5,9 @@ import time
 import numpy as np
 import pytest
 
-from thundersync_jax import engine_bench
-from thundersync_jax.engine_bench import Load, Speed
-from thundersync_jax.rollout.engine import Response
+from thundersync_jax.engines.base import Response
+from thundersync_jax.measure import engine_bench
+from thundersync_jax.measure.engine_bench import Load, Speed
 
 LOAD = Load(requests=3, prompt_tokens=4, tokens=5, vocab_size=50)
 FIRST_SECS = 1.0  # a first round, which compiles

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 from toy_stream import EXACT, MEAN, WAYS, additive, every_way, eye, step, toy, weighted
 
-from thundersync_jax import Surrogate, advantages, sums
+from thundersync_jax import Surrogate, advantages
 from thundersync_jax.ops import exact_sum
-from thundersync_jax.schedule import RELEASES
+from thundersync_jax.stream import sums
+from thundersync_jax.stream.schedule import RELEASES
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 

@@ -8,8 +8,9 @@ import pytest
 
 from thundersync_jax import train
 from thundersync_jax.errors import ConfigError
-from thundersync_jax.evaluate import Evaluation, evaluate
-from thundersync_jax.metrics import read
+from thundersync_jax.evaluate import evaluate
+from thundersync_jax.metrics.writer import read
+from thundersync_jax.run.heldout import Evaluation
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 

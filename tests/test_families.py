@@ -8,13 +8,13 @@ import sys
 
 import pytest
 
-from thundersync_jax import flags, model_folder
-from thundersync_jax.config import Config
+from thundersync_jax import flags
+from thundersync_jax.config import Config, model_folder
+from thundersync_jax.config.model import SHAPE, ModelConfig, from_dict
+from thundersync_jax.config.rope import RopeScaling
+from thundersync_jax.config.settings import config_dict
 from thundersync_jax.errors import ConfigError
-from thundersync_jax.model_config import SHAPE, ModelConfig, from_dict
-from thundersync_jax.models import rotary
-from thundersync_jax.rope_scaling import RopeScaling
-from thundersync_jax.settings import config_dict
+from thundersync_jax.models import layers
 
 # Published files, shortened to what decides the model, and some of what does not.
 QWEN3 = {
@@ -234,7 +234,7 @@ def test_yarn_scales_of_attention_become_one_factor(tmp_path):
     scales = {"factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0.5}
     config = read(tmp_path, QWEN2, rope_scaling=YARN | scales)
     # transformers 5.19, ROPE_INIT_FUNCTIONS["yarn"]
-    assert abs(rotary.attention_factor(config.rope) - 1.1557219901962608) < 1e-12
+    assert abs(layers.attention_factor(config.rope) - 1.1557219901962608) < 1e-12
 
 
 REFUSED = [

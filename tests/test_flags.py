@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from thundersync_jax.config import Config
+from thundersync_jax.config.settings import settings
 from thundersync_jax.errors import ConfigError, StreamError
 from thundersync_jax.flags import Flag, load_config, run
-from thundersync_jax.settings import settings
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -10,10 +10,11 @@ import jax
 import numpy as np
 import pytest
 
-from thundersync_jax import mesh, objective, surrogate
 from thundersync_jax.config import LossConfig, ModelConfig
 from thundersync_jax.models import layers, transformer
-from thundersync_jax.replica import Replica
+from thundersync_jax.run import objective
+from thundersync_jax.stream import mesh, surrogate
+from thundersync_jax.stream.replica import Replica
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 

@@ -7,16 +7,18 @@ import jax
 import numpy as np
 import pytest
 
-from thundersync_jax import comparison, free_runs, state
 from thundersync_jax import verify as verify_module
-from thundersync_jax.comparison import Variant
 from thundersync_jax.config import EnvConfig
-from thundersync_jax.display import Display
+from thundersync_jax.config.settings import replace
 from thundersync_jax.envs.letters import LettersOptions
-from thundersync_jax.free_runs import FreeRun
-from thundersync_jax.run import Run
-from thundersync_jax.settings import replace
+from thundersync_jax.measure import free_runs
+from thundersync_jax.measure import replay as comparison
+from thundersync_jax.measure.free_runs import FreeRun
+from thundersync_jax.measure.replay import Variant
+from thundersync_jax.run import state
+from thundersync_jax.run.run import Run
 from thundersync_jax.verify import verify
+from thundersync_jax.view.display import Display
 
 # Random weights are enough: some of their bytes are letters.
 CONFIG = replace(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from thundersync_jax.metrics import read
+from thundersync_jax.metrics.writer import read
 
 TESTS = Path(__file__).parent
 SCRIPT = TESTS.parent / "launch" / "local_vllm.sh"

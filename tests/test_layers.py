@@ -1,6 +1,7 @@
-"""Imports go downwards only, and what others lift works on its own."""
+"""Rooms: imports go downwards from folder to folder; what others lift works alone."""
 
 import ast
+import itertools
 import pathlib
 import shutil
 import subprocess
@@ -11,88 +12,142 @@ import pytest
 import thundersync_jax
 
 PACKAGE = pathlib.Path(thundersync_jax.__file__).parent
-RUN = 5  # whatever is not named below: where everything meets
-LAYERS = {
-    # Interfaces that two layers share are data, and belong to the lowest.
-    0: "types config loss_config model_config model_folder rope_scaling "
-    "combinations errors flags interrupts checks settings "
-    "rollout.engine envs.base",
-    1: "ops",
-    2: "models",
-    3: "mesh buckets signature surrogate segments accumulator replica state",
-    4: "rollout envs schedule ledger coefficients refusals",
-}
-RANK = {name: rank for rank, names in LAYERS.items() for name in names.split()}
-LIFTED = ("accumulator", "schedule", "ops")
-WITHOUT_JAX = (0, 4)
+BASE = ("types", "errors")
+# From the bottom to the top. A folder imports itself and those before it. The top
+# level's other files, the commands, are above them all.
+ROOMS = (
+    *("ops", "stream", "config", "models", "hf", "chat", "envs", "engines"),
+    *("rollout", "metrics", "run", "view", "measure"),
+)
+FLOOR = dict.fromkeys(BASE, 0) | {room: i + 1 for i, room in enumerate(ROOMS)}
+COMMANDS = len(ROOMS) + 1
+LIFTED = ("stream/accumulator.py", "stream/schedule", "ops")
+# A host that only rolls out needs no jax for these.
+WITHOUT_JAX = ("types", "errors", "config", "chat", "envs", "rollout")
+MOST_TOP_LEVEL_FILES = 12
 
 
-def modules():
-    """Dotted names inside the package, with their files."""
-    for path in sorted(PACKAGE.rglob("*.py")):
-        name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+def modules(package):
+    """Dotted names inside a package, with their files."""
+    for path in sorted(package.rglob("*.py")):
+        name = ".".join(path.relative_to(package).with_suffix("").parts)
         if name != "__init__":
             yield name.removesuffix(".__init__"), path
 
 
-def rank(name):
-    """The layer of the longest prefix that has one."""
-    while name and name not in RANK:
-        name = name.rpartition(".")[0]
-    return RANK.get(name, RUN)
+def floor(name):
+    return FLOOR.get(name.partition(".")[0], COMMANDS)
 
 
 def imports(name, path):
-    """All modules that a file imports anywhere, ours by their names in the package."""
-    package = ["thundersync_jax", *name.split(".")]
+    """All modules that a file imports anywhere, under `TYPE_CHECKING` too."""
+    around = ["thundersync_jax", *name.split(".")]
     if path.name != "__init__.py":
-        package.pop()
+        around.pop()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
+            base = around[: len(around) - node.level + 1] if node.level else []
             base = ".".join([*base, *([node.module] if node.module else [])])
             for alias in node.names:
-                found = f"{base}.{alias.name}"
-                yield found if exists(found) else base
+                yield f"{base}.{alias.name}"
 
 
-def exists(name):
-    inside = name.removeprefix("thundersync_jax.").replace(".", "/")
-    return (PACKAGE / f"{inside}.py").exists() or (PACKAGE / inside).is_dir()
+def graph(package):
+    """For each module the modules of the package that it imports."""
+    known = dict(modules(package))
+    edges = {}
+    for name, path in known.items():
+        edges[name] = set()
+        for imported in imports(name, path):
+            inside = imported.removeprefix("thundersync_jax.")
+            if inside == imported:
+                continue
+            while inside and inside not in known:  # a name inside a module
+                inside = inside.rpartition(".")[0]
+            if inside and inside != name:
+                edges[name].add(inside)
+    return edges
 
 
-def ours(name, path):
-    for imported in imports(name, path):
-        if imported.startswith("thundersync_jax"):
-            yield imported.removeprefix("thundersync_jax").removeprefix(".")
-
-
-def test_every_layer_has_its_files():
-    """A rule about names that nothing has any more would hold in vain."""
-    assert RANK.keys() <= {name for name, _ in modules()}
-    assert sum(1 for name, path in modules() for _ in ours(name, path)) > 50
-
-
-def test_imports_go_downwards_only():
-    upwards = [
-        f"{name} (layer {rank(name)}) imports {imported} (layer {rank(imported)})"
-        for name, path in modules()
-        for imported in ours(name, path)
-        if rank(imported) > rank(name)
+def upward(package):
+    return [
+        f"{name} imports {imported}"
+        for name, found in graph(package).items()
+        for imported in found
+        if floor(imported) > floor(name)
+        or (floor(imported) == COMMANDS and imported != "flags")
     ]
-    assert not upwards
+
+
+def cycles(package):
+    """Modules that import each other, directly or around corners."""
+    edges = graph(package)
+    # A folder's __init__ offers names of its files; they import their neighbours.
+    edges = {name: {x for x in found if x in edges} for name, found in edges.items()}
+    left = dict(edges)
+    while free := [n for n, found in left.items() if not found & left.keys()]:
+        for name in free:
+            del left[name]
+    return sorted(left)
+
+
+def test_imports_go_downwards_from_folder_to_folder():
+    assert not upward(PACKAGE)
+
+
+def test_every_folder_has_a_floor():
+    """A folder that nobody ranked would count as a command."""
+    folders = {
+        path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()
+    }
+    assert folders == set(ROOMS)
+    files = {path.stem for path in PACKAGE.glob("*.py")}
+    assert set(BASE) < files and len(files) <= MOST_TOP_LEVEL_FILES
+
+
+def test_no_module_imports_itself_around_corners():
+    assert cycles(PACKAGE) == []
+
+
+PAIRS = list(itertools.combinations(("errors", *ROOMS, "train"), 2))
+
+
+@pytest.mark.parametrize("below, above", PAIRS)
+def test_an_upward_import_between_any_two_folders_is_seen(tmp_path, below, above):
+    copy = tmp_path / "package"
+    for name in (below, above):
+        if (PACKAGE / name).is_dir():
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(PACKAGE / name, copy / name, ignore=ignored)
+        else:
+            copy.mkdir(exist_ok=True)
+            shutil.copy(PACKAGE / f"{name}.py", copy)
+    assert not upward(copy)
+    inside = [path for name, path in modules(copy) if name.partition(".")[0] == below]
+    target = [name for name, _ in modules(copy) if name.partition(".")[0] == above][-1]
+    with open(inside[-1], "a") as file:
+        file.write(f"\nif TYPE_CHECKING:\n    import thundersync_jax.{target}\n")
+    assert len(upward(copy)) == 1
+
+
+def test_a_cycle_inside_a_folder_is_seen(tmp_path):
+    for name, other in (("a", "b"), ("b", "c"), ("c", "a"), ("d", "a")):
+        source = f"from thundersync_jax.{other} import x\n"
+        (tmp_path / f"{name}.py").write_text(source)
+    assert cycles(tmp_path) == ["a", "b", "c", "d"]
 
 
 @pytest.mark.parametrize("lifted", LIFTED)
 def test_what_others_lift_imports_nothing_of_the_package_around_it(lifted):
+    room = lifted.removesuffix(".py").replace("/", ".")
     around = [
         f"{name} imports {imported}"
-        for name, path in modules()
-        if name.split(".")[0] == lifted
-        for imported in ours(name, path)
-        if imported.split(".")[0] != lifted
+        for name, found in graph(PACKAGE).items()
+        if f"{name}.".startswith(f"{room}.")
+        for imported in found
+        if not f"{imported}.".startswith(f"{room}.")
     ]
     assert not around
 
@@ -107,8 +162,12 @@ def test_advantages_need_numpy_only():
     assert outside == {"numpy"}
 
 
-def test_base_and_host_layers_run_without_jax():
-    names = [f"thundersync_jax.{n}" for n, _ in modules() if rank(n) in WITHOUT_JAX]
+def test_base_and_host_rooms_run_without_jax():
+    names = [
+        f"thundersync_jax.{name}"
+        for name, _ in modules(PACKAGE)
+        if name.partition(".")[0] in WITHOUT_JAX
+    ]
     names.append("thundersync_jax.ops.advantages")
     code = f"""
 import importlib, sys
@@ -124,7 +183,7 @@ sys.exit(f"imported {{found}}" if found else 0)
 
 
 USES = {
-    "accumulator": """
+    "stream/accumulator.py": """
 import jax.numpy as jnp, numpy as np, accumulator
 params = {"w": jnp.ones((2, 3))}
 batch = accumulator.add_direct(accumulator.init(params), {"w": 2 * params["w"]})
@@ -137,7 +196,7 @@ batch = accumulator.close_group(batch, group, np.array([-1.0, 1.0]))
 gradient, norm = accumulator.finalize(batch, 2.0, params)
 assert (gradient["w"] == 1.0).all() and abs(float(norm) - 6**0.5) < 1e-6
 """,
-    "schedule": """
+    "stream/schedule": """
 import schedule
 plan = schedule.Schedule(schedule.Rules("trajectory", places=1))
 plan.open_group("a", 2)
@@ -165,9 +224,9 @@ def test_lifted_code_works_alone_in_an_empty_folder(lifted, tmp_path):
     source = PACKAGE / lifted
     if source.is_dir():
         ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(source, tmp_path / lifted, ignore=ignored)
+        shutil.copytree(source, tmp_path / source.name, ignore=ignored)
     else:
-        shutil.copy(source.with_suffix(".py"), tmp_path)
+        shutil.copy(source, tmp_path)
     hidden = """
 import sys
 sys.modules["thundersync_jax"] = None  # importing it fails, installed or not

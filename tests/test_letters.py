@@ -7,16 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from thundersync_jax.chat import byte_level
 from thundersync_jax.config import EnvConfig
+from thundersync_jax.engines.base import Response
 from thundersync_jax.envs import letters
 from thundersync_jax.envs.base import Action, check_split
 from thundersync_jax.envs.letters import LettersOptions
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.flags import load_config
-from thundersync_jax.rollout import render
 from thundersync_jax.rollout.agent import Agent
 from thundersync_jax.rollout.commands import Commands
-from thundersync_jax.rollout.engine import Response
 from thundersync_jax.types import StopReason, TrajectoryKey
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -57,10 +57,10 @@ def _attempts(count: int, tasks=None):
 def test_rendered_lengths_and_calls_are_those_asked_for():
     tasks = _make()
     for text in [*tasks.train, *tasks.heldout]:
-        assert len(render.render_prompt(tasks.prompt(text))) == BUSY.prompt_tokens
+        assert len(byte_level.render_prompt(tasks.prompt(text))) == BUSY.prompt_tokens
     attempts = _attempts(200)
     lengths = [
-        len(render.render_observation(x)) for texts, _ in attempts for x in texts
+        len(byte_level.render_observation(x)) for texts, _ in attempts for x in texts
     ]
     assert {len(texts) for texts, _ in attempts} == {1, 2, 3, 4}
     assert set(lengths) == set(range(2, 10))

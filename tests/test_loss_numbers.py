@@ -13,11 +13,13 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from toy_stream import EXACT, every_way, step
 
-from thundersync_jax import GradientStream, Surrogate, advantages, mesh, objective, sums
+from thundersync_jax import GradientStream, Surrogate, advantages
 from thundersync_jax.config import LossConfig
 from thundersync_jax.ops import losses
-from thundersync_jax.replica import Replica
-from thundersync_jax.schedule import RELEASES
+from thundersync_jax.run import objective
+from thundersync_jax.stream import mesh, sums
+from thundersync_jax.stream.replica import Replica
+from thundersync_jax.stream.schedule import RELEASES
 from thundersync_jax.train import _from_report
 
 pytestmark = pytest.mark.usefixtures("quick_programs")

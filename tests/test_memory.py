@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import sum_memory
 
-from thundersync_jax import accumulator as accumulator_module
-from thundersync_jax import sums as sums_module
 from thundersync_jax.ops import exact_sum
-from thundersync_jax.run import Run
+from thundersync_jax.run.run import Run
+from thundersync_jax.stream import accumulator as accumulator_module
+from thundersync_jax.stream import sums as sums_module
 
 AGREE = 0.05  # relative, between what is said and what is held
 SAME = 1e-6  # relative, a gradient whose sums were folded in another order

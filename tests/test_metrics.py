@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from thundersync_jax import metrics
 from thundersync_jax.errors import ConfigError
-from thundersync_jax.metrics import METRICS, Metrics
+from thundersync_jax.metrics import writer
+from thundersync_jax.metrics.writer import METRICS, Metrics
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +26,7 @@ def write_steps(workdir, steps, resume_step=None, **scalars):
 
 
 def steps_of(workdir):
-    lines = (workdir / metrics.FILE).read_text().splitlines()
+    lines = (workdir / writer.FILE).read_text().splitlines()
     return [json.loads(line)["step"] for line in lines]
 
 
@@ -35,14 +35,14 @@ def steps_of(workdir):
 def test_each_step_is_there_once_after_a_resume(tmp_path, resume_step, torn):
     """AI-Hypercomputer/maxdiffusion#484: steps missing or doubled after a resume."""
     write_steps(tmp_path, range(1, 6))
-    with open(tmp_path / metrics.FILE, "a") as file:
+    with open(tmp_path / writer.FILE, "a") as file:
         file.write(torn)
     write_steps(tmp_path, range(resume_step, 11), resume_step, again=True)
     assert steps_of(tmp_path) == [
         *range(1, min(resume_step, 6)),
         *range(resume_step, 11),
     ]
-    lines = metrics.read(tmp_path)
+    lines = writer.read(tmp_path)
     assert all(
         line.get("again", False) == (line["step"] >= resume_step) for line in lines
     )
@@ -50,9 +50,9 @@ def test_each_step_is_there_once_after_a_resume(tmp_path, resume_step, torn):
 
 def test_a_character_cut_in_two_is_a_torn_line(tmp_path):
     write_steps(tmp_path, [1])
-    with open(tmp_path / metrics.FILE, "ab") as file:
+    with open(tmp_path / writer.FILE, "ab") as file:
         file.write('{"step": 2, "é'.encode()[:-1])
-    assert [line["step"] for line in metrics.read(tmp_path)] == [1]
+    assert [line["step"] for line in writer.read(tmp_path)] == [1]
     write_steps(tmp_path, [2])
     assert steps_of(tmp_path) == [1, 2]
 
@@ -60,9 +60,9 @@ def test_a_character_cut_in_two_is_a_torn_line(tmp_path):
 @pytest.mark.parametrize("step", ['"3"', "2.5", "null", "true"])
 def test_a_step_that_is_no_whole_number_is_named(tmp_path, step):
     write_steps(tmp_path, [1])
-    with open(tmp_path / metrics.FILE, "a") as file:
+    with open(tmp_path / writer.FILE, "a") as file:
         file.write(f'{{"step": {step}}}\n')
-    for call in (metrics.read, lambda place: Metrics(place, 1)):
+    for call in (writer.read, lambda place: Metrics(place, 1)):
         with pytest.raises(ConfigError, match=r"metrics.jsonl:2 has step"):
             call(tmp_path)
 
@@ -75,7 +75,7 @@ def test_without_a_resume_step_nothing_whole_is_dropped(tmp_path):
 
 def test_a_trim_that_is_killed_leaves_the_old_file(tmp_path, monkeypatch):
     write_steps(tmp_path, range(1, 6))
-    before = (tmp_path / metrics.FILE).read_bytes()
+    before = (tmp_path / writer.FILE).read_bytes()
 
     def killed(*_):
         raise KeyboardInterrupt
@@ -84,7 +84,7 @@ def test_a_trim_that_is_killed_leaves_the_old_file(tmp_path, monkeypatch):
         patch.setattr("os.replace", killed)
         with pytest.raises(KeyboardInterrupt):
             Metrics(tmp_path, resume_step=2)
-    assert (tmp_path / metrics.FILE).read_bytes() == before
+    assert (tmp_path / writer.FILE).read_bytes() == before
     write_steps(tmp_path, [2], resume_step=2)
     assert steps_of(tmp_path) == [1, 2]
 
@@ -111,7 +111,7 @@ def test_what_is_not_finite_is_null_in_valid_json(tmp_path):
     def refuse(constant):
         raise AssertionError(f"{constant} is not JSON")
 
-    text = (tmp_path / metrics.FILE).read_text()
+    text = (tmp_path / writer.FILE).read_text()
     line = json.loads(text, parse_constant=refuse)
     assert line == {"step": 1, "a": None, "b": None, "c": None}
 
@@ -135,7 +135,7 @@ def test_what_is_not_finite_is_null_in_valid_json(tmp_path):
 def test_scalars_of_numpy_and_jax_are_numbers(tmp_path, value, written):
     with Metrics(tmp_path) as log:
         log.write(1, {"x": value})
-    (line,) = metrics.read(tmp_path)
+    (line,) = writer.read(tmp_path)
     assert line["x"] == written and type(line["x"]) is type(written)
 
 
@@ -146,7 +146,7 @@ def test_what_is_no_number_is_refused_by_name(tmp_path, value):
             log.write(1, {"loss": 1.0, "odd": value})
         log.write(1, {"loss": 1.0})
     assert "\n" not in str(caught.value)
-    assert metrics.read(tmp_path) == [{"step": 1, "loss": 1.0}]
+    assert writer.read(tmp_path) == [{"step": 1, "loss": 1.0}]
 
 
 def test_the_name_step_is_refused(tmp_path):
@@ -183,7 +183,7 @@ def test_tensorboard_gets_the_same_numbers_and_forgets_what_comes_again(
     monkeypatch.setitem(sys.modules, "tensorboardX", module)
     with Metrics(tmp_path, resume_step=3) as log:
         log.write(3, {"loss": 0.5, "reward_mean": math.nan})
-    folder = str(tmp_path / metrics.TENSORBOARD_FOLDER)
+    folder = str(tmp_path / writer.TENSORBOARD_FOLDER)
     assert calls == [(folder, 3), ("loss", 0.5, 3), "flush", "close"]
 
 
@@ -191,13 +191,13 @@ def test_the_installed_tensorboard_writer_writes_files(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "tensorboardX")
     pytest.importorskip("tensorboardX")
     write_steps(tmp_path, [1])
-    (file,) = (tmp_path / metrics.TENSORBOARD_FOLDER).iterdir()
+    (file,) = (tmp_path / writer.TENSORBOARD_FOLDER).iterdir()
     assert b"loss" in file.read_bytes()
 
 
 def test_without_the_extra_there_is_no_tensorboard(tmp_path):
     write_steps(tmp_path, [1])
-    assert [path.name for path in tmp_path.iterdir()] == [metrics.FILE]
+    assert [path.name for path in tmp_path.iterdir()] == [writer.FILE]
 
 
 def test_every_metric_is_documented_with_its_unit():
@@ -222,7 +222,7 @@ def test_numbers_that_come_after_their_step_are_in_the_file(tmp_path):
         with pytest.raises(ValueError, match="'b' of step 1 is written already"):
             log.write(1, {"b": 3})
     expected = [{"step": 1, "a": 1, "b": 2}, {"step": 2, "a": 2}]
-    assert metrics.read(tmp_path) == expected
+    assert writer.read(tmp_path) == expected
     with Metrics(tmp_path, resume_step=2) as log:
         log.write(2, {"a": 3})
-    assert metrics.read(tmp_path) == [expected[0], {"step": 2, "a": 3}]
+    assert writer.read(tmp_path) == [expected[0], {"step": 2, "a": 3}]

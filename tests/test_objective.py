@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from thundersync_jax import objective, token_numbers
 from thundersync_jax.config import LossConfig, ModelConfig
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.models import transformer
-from thundersync_jax.surrogate import Max
+from thundersync_jax.run import objective, token_numbers
+from thundersync_jax.stream.surrogate import Max
 from thundersync_jax.types import StopReason, TeacherScores, Trajectory, TrajectoryKey
 
 pytestmark = pytest.mark.usefixtures("quick_programs")

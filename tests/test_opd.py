@@ -8,16 +8,18 @@ import echo_task
 import numpy as np
 import pytest
 
-from thundersync_jax import comparison, samples, teaching, train
-from thundersync_jax.display import Display
+from thundersync_jax import train
+from thundersync_jax.chat import byte_level
 from thundersync_jax.envs.base import Observation
 from thundersync_jax.errors import ConfigError, StreamError
-from thundersync_jax.metrics import METRICS, read
-from thundersync_jax.rollout import tokenizer
-from thundersync_jax.run import Run
-from thundersync_jax.step import roll_out, run_step
+from thundersync_jax.measure import replay
+from thundersync_jax.metrics.writer import METRICS, read
+from thundersync_jax.run import samples, teaching
+from thundersync_jax.run.run import Run
+from thundersync_jax.run.step import roll_out, run_step
 from thundersync_jax.types import StopReason
 from thundersync_jax.verify import verify
+from thundersync_jax.view.display import Display
 
 RELEASES = ("batch", "trajectory", "turn")
 SAME = {"loss.advantage": "none", "loss.distill": "sampled_reverse_kl"}
@@ -143,11 +145,11 @@ def test_turns_of_a_failed_trajectory_are_replayed_as_far_as_scored(teacher, tmp
         scores = dataclasses.replace(first.teacher, known=first.teacher.known & False)
         failed = StopReason.TEACHER_ERROR
         lost = dataclasses.replace(first, teacher=scores, stop_reason=failed)
-        events = comparison.with_turns(
-            comparison.in_order([lost, *others]), np.random.default_rng(0)
+        events = replay.with_turns(
+            replay.in_order([lost, *others]), np.random.default_rng(0)
         )
         assert {e.kind for e in events if e.trajectory is lost} == {"fail"}
-        found = comparison.replay(run, run.initial_params(), events, "turn")
+        found = replay.replay(run, run.initial_params(), events, "turn")
     assert found.report.failed_members == 1
 
 
@@ -163,12 +165,12 @@ def test_a_teacher_of_other_words_is_refused(teacher, tmp_path):
     words[first], words[second] = words[second], words[first]
     (other / "vocabulary.json").write_text(json.dumps(words))
     with pytest.raises(ConfigError, match=first):
-        teaching.load(student(other), tokenizer.vocabulary(), print)
+        teaching.load(student(other), byte_level.vocabulary(), print)
 
 
 def test_a_missing_teacher_says_how_to_make_one(tmp_path):
     with pytest.raises(ConfigError, match=r"holds no finished run.*teacher.config"):
-        teaching.load(student(tmp_path), tokenizer.vocabulary(), print)
+        teaching.load(student(tmp_path), byte_level.vocabulary(), print)
 
 
 def test_a_wider_teacher_is_cut_to_the_ids_of_its_student(teacher, tmp_path):
@@ -223,12 +225,12 @@ def test_a_shared_prompt_changes_no_update(teacher, tmp_path, settings):
             params = run.initial_params()
             if not found:
                 run.publish(params, 0)
-                given = comparison.in_order(roll_out(run, 1, 0)[0])
-                events = comparison.with_turns(given, np.random.default_rng(0))
+                given = replay.in_order(roll_out(run, 1, 0)[0])
+                events = replay.with_turns(given, np.random.default_rng(0))
             for release in config.releases:
-                found.append(comparison.replay(run, params, events, release))
+                found.append(replay.replay(run, params, events, release))
     for other in found[1:]:
-        gap = comparison.relative_difference(other.gradient, found[0].gradient)
+        gap = replay.relative_difference(other.gradient, found[0].gradient)
         assert gap < 1e-5
         assert other.report.loss == pytest.approx(found[0].report.loss, rel=1e-5)
 

@@ -24,8 +24,8 @@ from rollout_fakes import (
     roll,
 )
 
+from thundersync_jax.chat.byte_level import END
 from thundersync_jax.rollout.pool import Completed, Failed, Job, Rewarded, RolloutPool
-from thundersync_jax.rollout.tokenizer import END
 from thundersync_jax.types import StopReason
 
 

@@ -9,10 +9,11 @@ import toy_segments as toy
 import turns_of_models as models
 from jax.sharding import NamedSharding, PartitionSpec
 
-from thundersync_jax import GradientStream, advantages, mesh, segments
+from thundersync_jax import GradientStream, advantages
 from thundersync_jax.config import LossConfig
-from thundersync_jax.replica import IN_FLIGHT, Replica
-from thundersync_jax.schedule import RELEASES, Prompt
+from thundersync_jax.stream import mesh, segments
+from thundersync_jax.stream.replica import IN_FLIGHT, Replica
+from thundersync_jax.stream.schedule import RELEASES, Prompt
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 

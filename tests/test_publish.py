@@ -12,12 +12,13 @@ from served_policy import PolicyServer, written
 
 from thundersync_jax import train
 from thundersync_jax.config import VLLMConfig
+from thundersync_jax.config.settings import replace
+from thundersync_jax.engines.vllm.engine import Server
+from thundersync_jax.engines.vllm.publish import Publisher
 from thundersync_jax.errors import ConfigError, ServerError
-from thundersync_jax.metrics import METRICS, read
-from thundersync_jax.models import transformer, weights
-from thundersync_jax.publish import Publisher
-from thundersync_jax.rollout.vllm import Server
-from thundersync_jax.settings import replace
+from thundersync_jax.hf import weights
+from thundersync_jax.metrics.writer import METRICS, read
+from thundersync_jax.models import transformer
 
 CONFIG = echo_task.small()
 CONTEXT = CONFIG.rollout.context_tokens

@@ -11,11 +11,12 @@ import pytest
 
 from thundersync_jax import flags, show, train
 from thundersync_jax.config import Config
+from thundersync_jax.config.model import ModelConfig
+from thundersync_jax.config.settings import replace
 from thundersync_jax.errors import ConfigError
-from thundersync_jax.model_config import ModelConfig
-from thundersync_jax.models import transformer, weights
-from thundersync_jax.records import read_step
-from thundersync_jax.settings import replace
+from thundersync_jax.hf import weights
+from thundersync_jax.metrics.records import read_step
+from thundersync_jax.models import transformer
 
 CONFIG = pathlib.Path(__file__).parents[1] / "configs" / "qwen3_0_6b.py"
 TINY = ModelConfig(

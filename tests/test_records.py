@@ -10,10 +10,11 @@ import sys
 import numpy as np
 import pytest
 
-from thundersync_jax import flags, records, show
+from thundersync_jax import flags, show
+from thundersync_jax.chat import byte_level
 from thundersync_jax.envs.base import Action
 from thundersync_jax.errors import ConfigError
-from thundersync_jax.rollout import render, tokenizer
+from thundersync_jax.metrics import records
 from thundersync_jax.types import StopReason, Trajectory, TrajectoryKey
 
 
@@ -21,10 +22,10 @@ def trajectory(
     group=0, member=0, reward=1.0, step=12, prompt="12+7", stop=StopReason.FINISHED
 ):
     parts = [
-        (render.render_prompt(prompt), False),
-        (render.render_action(Action("call", prompt)), True),
-        (render.render_observation("19"), False),
-        (render.render_action(Action("answer", "19")), True),
+        (byte_level.render_prompt(prompt), False),
+        (byte_level.render_action(Action("call", prompt)), True),
+        (byte_level.render_observation("19"), False),
+        (byte_level.render_action(Action("answer", "19")), True),
     ]
     ids = np.concatenate([part for part, _ in parts])
     mask = np.concatenate([np.full(len(part), trained) for part, trained in parts])
@@ -66,7 +67,7 @@ def test_everything_about_a_trajectory_is_restored(tmp_path):
     assert [record.advantage for record in read] == [0.1 + 0.2, None, None]
     text = "<user>12+7<assistant><call>12+7<end><tool>19<assistant>19<end>"
     assert read[0].text == text
-    assert tokenizer.decode(read[0].prompt_ids) == "<user>12+7<assistant>"
+    assert byte_level.decode(read[0].prompt_ids) == "<user>12+7<assistant>"
     assert read[0].prompt_text == "12+7"
     assert [piece.tokens for piece in read[0].pieces] == [
         1,
@@ -135,7 +136,7 @@ def test_a_member_without_tokens_is_recorded(tmp_path):
     show.show(tmp_path, group=0)
 
 
-class SpeaksOnce(render.ByteLevel):
+class SpeaksOnce(byte_level.ByteLevel):
     """Fails at its second trajectory."""
 
     def __init__(self):
@@ -306,8 +307,8 @@ def test_what_is_not_there_is_refused_in_one_line(arguments, message, capsys, tm
 
 def test_looking_at_a_run_never_waits_for_jax():
     code = (
-        "import sys, thundersync_jax.show, thundersync_jax.timeline, "
-        "thundersync_jax.pictures; "
+        "import sys, thundersync_jax.show, thundersync_jax.metrics.timing, "
+        "thundersync_jax.view.pictures; "
         "sys.exit('jax' in sys.modules or 'matplotlib' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

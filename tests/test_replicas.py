@@ -6,16 +6,10 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from thundersync_jax import (
-    GradientStream,
-    Surrogate,
-    accumulator,
-    advantages,
-    mesh,
-    pad,
-)
-from thundersync_jax.replica import Replica
-from thundersync_jax.schedule import RELEASES
+from thundersync_jax import GradientStream, Surrogate, advantages, pad
+from thundersync_jax.stream import accumulator, mesh
+from thundersync_jax.stream.replica import Replica
+from thundersync_jax.stream.schedule import RELEASES
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 

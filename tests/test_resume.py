@@ -9,13 +9,14 @@ import jax
 import numpy as np
 import pytest
 
-from thundersync_jax import evaluate, run, state, task_order, train
-from thundersync_jax.checkpoint import Checkpoints, sha256
+from thundersync_jax import evaluate, train
+from thundersync_jax.chat import byte_level
 from thundersync_jax.config import OptimConfig
 from thundersync_jax.errors import ConfigError
-from thundersync_jax.metrics import read
-from thundersync_jax.records import read_rollouts, rollouts_path
-from thundersync_jax.rollout import tokenizer
+from thundersync_jax.metrics.records import read_rollouts, rollouts_path
+from thundersync_jax.metrics.writer import read
+from thundersync_jax.run import run, state, tasks
+from thundersync_jax.run.checkpoint import Checkpoints, sha256
 
 STEPS, GROUPS, SIZE, TASKS = 10, 3, 4, 8
 SAVED_EVERY, EVALUATED_EVERY = 3, 5
@@ -33,7 +34,7 @@ CONFIG = echo_task.small(
     }
 )
 WORDS = echo_task.tasks().train[:TASKS]
-ORDER = task_order.take(WORDS, CONFIG.seed, 0, STEPS * GROUPS)
+ORDER = tasks.take(WORDS, CONFIG.seed, 0, STEPS * GROUPS)
 
 
 class Breaking(echo_task.Echo):
@@ -126,7 +127,7 @@ def test_every_step_takes_the_next_tasks_in_order(whole, resumed):
         for step in range(1, STEPS + 1):
             words = {}
             for record in recorded(workdir, step):
-                prompt = tokenizer.decode(record.prompt_ids[1:-1])
+                prompt = byte_level.decode(record.prompt_ids[1:-1])
                 words[record.trajectory.key.group] = prompt
             expected = ORDER[(step - 1) * GROUPS :][:GROUPS]
             dropped += expected.count(ORDER[4])

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from thundersync_jax.config.model import ModelConfig
+from thundersync_jax.config.rope import RopeScaling
 from thundersync_jax.errors import ConfigError
-from thundersync_jax.model_config import ModelConfig
-from thundersync_jax.models import rotary
-from thundersync_jax.rope_scaling import RopeScaling
+from thundersync_jax.models import layers
 
 FLOAT64 = 1e-12  # turns are up to 300 radians
 PRINTED = 4e-7  # seven digits of their float32
@@ -39,10 +39,10 @@ FREQUENCIES = {
 def test_frequencies_are_those_of_transformers(rope):
     config = ModelConfig(rope=rope, rope_theta=1e4, head_dim=16)
     expected, factor = FREQUENCIES[rope]
-    found = rotary.frequencies(config)
+    found = layers.frequencies(config)
     assert found.dtype == np.float64
     np.testing.assert_allclose(found, np.float64(expected.split()), rtol=PRINTED)
-    assert abs(rotary.attention_factor(rope) - factor) < FLOAT64
+    assert abs(layers.attention_factor(rope) - factor) < FLOAT64
 
 
 @pytest.mark.parametrize("rope", [RopeScaling(), *FREQUENCIES], ids=lambda r: r.kind)
@@ -51,11 +51,11 @@ def test_heads_are_turned_by_position_times_frequency(rope):
     rng = np.random.default_rng(0)
     x, positions = rng.normal(size=(5, 2, 12)), np.int32([0, 1, 7, 300, 2])
     with jax.enable_x64(True):
-        got = rotary.rotate(config, jnp.asarray(x), jnp.asarray(positions))
+        got = layers.rotate(config, jnp.asarray(x), jnp.asarray(positions))
         assert got.dtype == jnp.float64
     pairs = x[..., :6] + 1j * x[..., 6:]
-    turns = np.exp(1j * positions[:, None, None] * rotary.frequencies(config))
-    pairs = pairs * turns * rotary.attention_factor(rope)
+    turns = np.exp(1j * positions[:, None, None] * layers.frequencies(config))
+    pairs = pairs * turns * layers.attention_factor(rope)
     np.testing.assert_allclose(
         got, np.concatenate([pairs.real, pairs.imag], -1), FLOAT64
     )
@@ -94,7 +94,7 @@ def test_every_number_of_a_scaling_acts_or_is_refused(kind, name):
 
     def numbers(rope):
         config = ModelConfig(rope=rope, head_dim=64)
-        return [*rotary.frequencies(config), rotary.attention_factor(rope)]
+        return [*layers.frequencies(config), layers.attention_factor(rope)]
 
     if kind != "linear":
         values["original_tokens"] = 256

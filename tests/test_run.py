@@ -8,13 +8,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from thundersync_jax import memory, objective, train
-from thundersync_jax.compiling import compile_all
+from thundersync_jax import train
 from thundersync_jax.errors import ConfigError
-from thundersync_jax.metrics import read
-from thundersync_jax.run import Run
+from thundersync_jax.metrics.writer import read
+from thundersync_jax.run import objective, placement
+from thundersync_jax.run.compiling import compile_all
+from thundersync_jax.run.run import Run
+from thundersync_jax.run.warm_start import demonstrations
 from thundersync_jax.types import TrajectoryKey
-from thundersync_jax.warm_start import demonstrations
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 
@@ -123,14 +124,14 @@ WORDS = "; at most three 32-bit words per parameter and sum"
 def test_start_up_line_says_what_the_sums_take(settings, said):
     settings = {"release": "trajectory", "partial_groups": "drop"} | settings
     config = echo_task.small(**settings)
-    found = memory.plan(config, objective.estimator(config.loss), PARAMS)
+    found = placement.plan(config, objective.estimator(config.loss), PARAMS)
     assert re.fullmatch(said, found.description)
 
 
 def test_exact_sums_of_one_group_that_do_not_fit_are_refused():
     config = echo_task.small(accumulator="exact", group_sum_bytes=5 * 2**20)
     with pytest.raises(ConfigError, match="group_sum_bytes .* take 6,291,968 bytes"):
-        memory.plan(config, objective.estimator(config.loss), PARAMS)
+        placement.plan(config, objective.estimator(config.loss), PARAMS)
 
 
 def test_tasks_of_further_groups_follow_from_seed_step_and_number(tmp_path):

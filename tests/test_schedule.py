@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from thundersync_jax.schedule import BATCH, Close, Fold, Rules, Schedule
+from thundersync_jax.stream.schedule import BATCH, Close, Fold, Rules, Schedule
 
 
 def plan(release="trajectory", places=2, **settings):

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from thundersync_jax.schedule import BATCH, RELEASES, Rules, Schedule
+from thundersync_jax.stream.schedule import BATCH, RELEASES, Rules, Schedule
 
 
 def events_of(rng, groups):

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from thundersync_jax.config import ModelConfig
+from thundersync_jax.engines import scoring
+from thundersync_jax.engines.base import ScoreRequest
 from thundersync_jax.errors import ConfigError
-from thundersync_jax.models import scoring, transformer
-from thundersync_jax.rollout.engine import ScoreRequest
+from thundersync_jax.models import transformer
 
 # Two float32 programs of one function.
 FLOAT32 = 1e-5

@@ -16,13 +16,14 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from thundersync_jax import flags, state, train, warm_start
+from thundersync_jax import flags, train
+from thundersync_jax.chat.byte_level import ByteLevel
 from thundersync_jax.config import Config, ModelConfig, OptimConfig
-from thundersync_jax.evaluate import Evaluation
-from thundersync_jax.mesh import make_mesh
+from thundersync_jax.config.rope import RopeScaling
 from thundersync_jax.models import transformer
-from thundersync_jax.rollout.render import ByteLevel
-from thundersync_jax.rope_scaling import RopeScaling
+from thundersync_jax.run import state, warm_start
+from thundersync_jax.run.heldout import Evaluation
+from thundersync_jax.stream.mesh import make_mesh
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 

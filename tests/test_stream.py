@@ -17,8 +17,8 @@ import stories
 from toy_stream import feed, toy
 
 from thundersync_jax import GradientStream, Surrogate, advantages
-from thundersync_jax.replica import IN_FLIGHT, Replica
-from thundersync_jax.schedule import RELEASES
+from thundersync_jax.stream.replica import IN_FLIGHT, Replica
+from thundersync_jax.stream.schedule import RELEASES
 
 ESTIMATORS = {
     "mean_std_0": advantages.mean_std(ddof=0, eps=1e-6),

@@ -10,8 +10,8 @@ import pytest
 from toy_stream import feed, toy, weighted
 
 from thundersync_jax import GradientStream, Surrogate, advantages
-from thundersync_jax.replica import IN_FLIGHT, Replica
-from thundersync_jax.schedule import RELEASES
+from thundersync_jax.stream.replica import IN_FLIGHT, Replica
+from thundersync_jax.stream.schedule import RELEASES
 
 SAME_NUMBER = {
     "python": lambda x: x,

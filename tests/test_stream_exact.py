@@ -12,18 +12,12 @@ import stories
 from jax.sharding import NamedSharding, PartitionSpec
 from toy_stream import MEAN, every_way, step, toy, weighted
 
-from thundersync_jax import (
-    GradientStream,
-    Surrogate,
-    advantages,
-    mesh,
-    refusals,
-    sums,
-)
+from thundersync_jax import GradientStream, Surrogate, advantages
 from thundersync_jax.errors import StreamError
-from thundersync_jax.learner import Learner
 from thundersync_jax.ops import exact_sum
-from thundersync_jax.schedule import RELEASES
+from thundersync_jax.stream import mesh, refusals, sums
+from thundersync_jax.stream.learner import Learner
+from thundersync_jax.stream.schedule import RELEASES
 
 ESTIMATORS = (
     advantages.mean_std(),

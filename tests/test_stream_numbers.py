@@ -8,7 +8,7 @@ from toy_stream import additive, feed, step, toy, weighted
 
 from thundersync_jax import Surrogate, advantages, pad
 from thundersync_jax.errors import StreamError
-from thundersync_jax.schedule import RELEASES
+from thundersync_jax.stream.schedule import RELEASES
 
 
 def two_parts(params, sample):

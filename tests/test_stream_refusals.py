@@ -10,7 +10,7 @@ import pytest
 
 from thundersync_jax import GradientStream, Surrogate, advantages
 from thundersync_jax.errors import StreamError
-from thundersync_jax.schedule import RELEASES
+from thundersync_jax.stream.schedule import RELEASES
 
 PARAMS = {"x": jnp.zeros(())}
 

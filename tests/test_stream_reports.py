@@ -14,7 +14,7 @@ from toy_stream import EXACT, FAIL, additive, every_way, eye, step
 
 from thundersync_jax import GradientStream, Surrogate, advantages, pad
 from thundersync_jax.ops import losses
-from thundersync_jax.schedule import RELEASES
+from thundersync_jax.stream.schedule import RELEASES
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 

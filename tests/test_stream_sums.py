@@ -12,7 +12,7 @@ import pytest
 from toy_stream import EXACT, FAIL, MEAN, additive, every_way, feed, toy, weighted
 
 from thundersync_jax import GradientStream, advantages
-from thundersync_jax.schedule import RELEASES
+from thundersync_jax.stream.schedule import RELEASES
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 

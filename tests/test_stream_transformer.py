@@ -14,11 +14,13 @@ import oracle
 import pytest
 import stories
 
-from thundersync_jax import GradientStream, advantages, mesh, objective
+from thundersync_jax import GradientStream, advantages
 from thundersync_jax.config import LossConfig, ModelConfig
 from thundersync_jax.models import layers, transformer
-from thundersync_jax.replica import IN_FLIGHT, Replica
-from thundersync_jax.schedule import RELEASES
+from thundersync_jax.run import objective
+from thundersync_jax.stream import mesh
+from thundersync_jax.stream.replica import IN_FLIGHT, Replica
+from thundersync_jax.stream.schedule import RELEASES
 from thundersync_jax.types import StopReason, Trajectory, TrajectoryKey
 
 pytestmark = pytest.mark.usefixtures("quick_programs")

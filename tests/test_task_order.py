@@ -4,7 +4,7 @@ import collections
 
 import pytest
 
-from thundersync_jax.task_order import replacements, take
+from thundersync_jax.run.tasks import replacements, take
 
 
 @pytest.mark.parametrize(("tasks", "per_step"), [(10, 2), (8, 3), (3, 8), (1, 1)])

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from rollout_fakes import FakeTeacher, key, teacher_logprobs
 
+from thundersync_jax.chat import byte_level
+from thundersync_jax.engines.base import Scored
 from thundersync_jax.errors import ConfigError
-from thundersync_jax.rollout import tokenizer
 from thundersync_jax.rollout.commands import Stopped
-from thundersync_jax.rollout.engine import Scored
 from thundersync_jax.rollout.events import Turn
 from thundersync_jax.rollout.recorder import Recorder
 from thundersync_jax.rollout.teacher import LocalTeacher, TurnScorer, check_vocabulary
@@ -49,11 +49,11 @@ def test_a_vocabulary_that_its_own_model_cannot_hold_is_refused():
 
 
 def test_every_byte_level_token_has_a_name_of_its_own():
-    content = tokenizer.vocabulary()
-    assert sorted(content.values()) == list(range(tokenizer.END + 1))
-    assert content["<0x41>"] == ord("A") and content["<end>"] == tokenizer.END
-    width = tokenizer.VOCAB_SIZE
-    assert check_vocabulary(content, tokenizer.vocabulary(), width, width) == width
+    content = byte_level.vocabulary()
+    assert sorted(content.values()) == list(range(byte_level.END + 1))
+    assert content["<0x41>"] == ord("A") and content["<end>"] == byte_level.END
+    width = byte_level.VOCAB_SIZE
+    assert check_vocabulary(content, byte_level.vocabulary(), width, width) == width
 
 
 def recorder(*pieces):

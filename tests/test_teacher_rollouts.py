@@ -31,16 +31,17 @@ from rollout_fakes import (
     teacher_logprobs,
 )
 
+from thundersync_jax.chat import byte_level
 from thundersync_jax.config import ModelConfig
-from thundersync_jax.models import scoring, transformer
-from thundersync_jax.rollout import render, tokenizer
+from thundersync_jax.engines import scoring
+from thundersync_jax.models import transformer
 from thundersync_jax.rollout.events import Completed, Failed, Job, Rewarded, Turn
 from thundersync_jax.rollout.pool import RolloutPool
 from thundersync_jax.rollout.teacher import LocalTeacher
 from thundersync_jax.types import StopReason
 
-PROMPT = render.render_prompt("2+5")
-REPLY = render.render_observation("2")
+PROMPT = byte_level.render_prompt("2+5")
+REPLY = byte_level.render_observation("2")
 
 
 def calls_first(calls):
@@ -325,7 +326,7 @@ def test_death_of_the_teachers_thread_is_raised_with_its_traceback():
 
 
 CONFIG = ModelConfig(
-    vocab_size=tokenizer.VOCAB_SIZE,
+    vocab_size=byte_level.VOCAB_SIZE,
     layers=2,
     width=16,
     mlp_width=24,
@@ -374,7 +375,7 @@ def test_a_model_scores_what_agents_say():
         # Actions of many lengths.
         rng = np.random.default_rng(request.seed)
         words = rng.integers(65, 91, rng.integers(0, 6)).tolist()
-        return [*CALL[: turn < 2], *words, tokenizer.END]
+        return [*CALL[: turn < 2], *words, byte_level.END]
 
     with open_pool(
         engine=FakeEngine(policy), make_teacher=partial(LocalTeacher, engine)

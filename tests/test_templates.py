@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from chat_folders import CALCULATOR
 
+from thundersync_jax.chat import byte_level
+from thundersync_jax.chat.byte_level import ByteLevel
+from thundersync_jax.chat.templates import TemplateChat, open_chat
 from thundersync_jax.envs.base import Action
 from thundersync_jax.errors import ConfigError
-from thundersync_jax.rollout import tokenizer
-from thundersync_jax.rollout.render import ByteLevel
-from thundersync_jax.rollout.templates import TemplateChat, open_chat
 
 TOOLS = (CALCULATOR,)
 WITH_TOOLS = ["qwen2", "qwen3", "llama3"]
@@ -169,7 +169,7 @@ def test_the_date_of_a_prompt_is_that_of_the_run(folders, monkeypatch):
     chat = TemplateChat(folders["llama3"])
     before = chat.prompt("1")
     later = type("Later", (), {"now": staticmethod(lambda: pytest.fail("asked again"))})
-    monkeypatch.setattr("thundersync_jax.rollout.chat_folder.datetime", later)
+    monkeypatch.setattr("thundersync_jax.chat.folder.datetime", later)
     np.testing.assert_array_equal(chat.prompt("1"), before)
 
 
@@ -177,7 +177,7 @@ def test_format_follows_the_folder(tmp_path, folders):
     assert isinstance(open_chat(None), ByteLevel)
     assert isinstance(open_chat(tmp_path), ByteLevel)
     ours = tmp_path / "tokenizer.json"
-    ours.write_text(json.dumps(tokenizer.tokenizer_json()))
+    ours.write_text(json.dumps(byte_level.tokenizer_json()))
     assert isinstance(open_chat(tmp_path), ByteLevel)
     assert isinstance(open_chat(folders["qwen3"]), TemplateChat)
     assert isinstance(open_chat(folders["qwen3"], "bytes"), ByteLevel)
@@ -222,7 +222,7 @@ UNENDED = "{% for m in messages %}{{ m.role + ' ' + m.content + ' ' }}{% endfor 
             {"format": "template"},
             "has no chat template.*chat_template.jinja",
         ),
-        (lambda f: without(f, "tokenizer.json"), {}, "no tokenizer.json"),
+        (lambda f: without(f, "tokenizer.json"), {}, "no byte_level.json"),
         (lambda f: with_template(f, "{% if %}"), {}, "is no template.*Mend it"),
         (lambda f: with_template(f, DROPS), {}, "leaves the answer of a tool out"),
         (lambda f: with_template(f, UNENDED), {}, "expected a special token"),

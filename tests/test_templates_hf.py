@@ -6,9 +6,9 @@ import chat_folders
 import pytest
 from chat_folders import CALCULATOR
 
+from thundersync_jax.chat import byte_level
+from thundersync_jax.chat.templates import TemplateChat
 from thundersync_jax.envs.base import Action
-from thundersync_jax.rollout import tokenizer
-from thundersync_jax.rollout.templates import TemplateChat
 
 transformers = pytest.importorskip(
     "transformers", reason="needs the extra test-hf: torch and transformers"
@@ -66,18 +66,18 @@ def test_turns_without_thoughts_are_those_of_a_conversation_rendered_again(
 
 
 def test_byte_level_vocabulary_is_served_id_for_id(tmp_path):
-    """Other programs load our tokenizer.json and mean the same ids."""
+    """Other programs load our byte_level.json and mean the same ids."""
     for name, content in (
-        ("tokenizer.json", tokenizer.tokenizer_json()),
-        ("tokenizer_config.json", tokenizer.tokenizer_config()),
+        ("tokenizer.json", byte_level.tokenizer_json()),
+        ("tokenizer_config.json", byte_level.tokenizer_config()),
     ):
         (tmp_path / name).write_text(json.dumps(content))
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     for text in ["12+7-3", "a\nb\x00c", "日本語 🙂 é", "  two  spaces "]:
         ids = theirs(text, add_special_tokens=False).input_ids
-        assert ids == tokenizer.encode(text).tolist()
+        assert ids == byte_level.encode(text).tolist()
         assert theirs.decode(ids) == text
-    assert len(theirs) == tokenizer.VOCAB_SIZE
-    every = range(tokenizer.VOCAB_SIZE)
-    assert theirs.decode(every) == tokenizer.decode(every)
-    assert theirs.eos_token_id == tokenizer.END
+    assert len(theirs) == byte_level.VOCAB_SIZE
+    every = range(byte_level.VOCAB_SIZE)
+    assert theirs.decode(every) == byte_level.decode(every)
+    assert theirs.eos_token_id == byte_level.END

@@ -8,9 +8,10 @@ import threading
 import numpy as np
 import pytest
 
-from thundersync_jax import pictures, timing
-from thundersync_jax.timeline import Timeline, write_chrome_trace
+from thundersync_jax.metrics import timing
+from thundersync_jax.metrics.timing import Timeline, write_chrome_trace
 from thundersync_jax.types import Span
+from thundersync_jax.view import pictures
 
 SECS = 1e-12  # float64 sums of a few numbers of size 1
 

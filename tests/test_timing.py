@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from thundersync_jax import timing
+from thundersync_jax.metrics import timing
 
 # Six targets by four judges: Shrout and Fleiss 1979, table 2; ICC(1,1) = .17 there.
 RATINGS = [

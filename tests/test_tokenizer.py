@@ -7,16 +7,8 @@ import numpy as np
 import pytest
 import tokenizers
 
-from thundersync_jax.envs.base import Action
-from thundersync_jax.rollout import tokenizer
-from thundersync_jax.rollout.render import (
-    ByteLevel,
-    parse_action,
-    render_action,
-    render_observation,
-    render_prompt,
-)
-from thundersync_jax.rollout.tokenizer import (
+from thundersync_jax.chat import byte_level
+from thundersync_jax.chat.byte_level import (
     ASSISTANT,
     CALL,
     END,
@@ -24,7 +16,13 @@ from thundersync_jax.rollout.tokenizer import (
     TOOL,
     USER,
     VOCAB_SIZE,
+    ByteLevel,
+    parse_action,
+    render_action,
+    render_observation,
+    render_prompt,
 )
+from thundersync_jax.envs.base import Action
 
 TEXTS = [
     "",
@@ -32,7 +30,7 @@ TEXTS = [
     "a\nb\x00c",
     "gcd(26, 760) ÷ 2",
     "日本語 🙂 é",
-    "".join(tokenizer.MARKS.values()),
+    "".join(byte_level.MARKS.values()),
 ]
 
 
@@ -52,9 +50,9 @@ def test_ids_of_the_vocabulary_are_the_documented_ones():
 
 @pytest.mark.parametrize("text", TEXTS + _random_texts(50))
 def test_text_round_trips(text):
-    ids = tokenizer.encode(text)
+    ids = byte_level.encode(text)
     assert ids.dtype == np.int32
-    assert tokenizer.decode(ids) == text
+    assert byte_level.decode(ids) == text
     for action in (Action("answer", text), Action("call", text)):
         assert parse_action(render_action(action)) == action
 
@@ -62,13 +60,13 @@ def test_text_round_trips(text):
 def test_every_byte_round_trips():
     raw = np.random.default_rng(0).integers(0, 256, 4096).astype(np.uint8).tobytes()
     raw += bytes(range(256))
-    assert bytes(tokenizer.encode(raw).tolist()) == raw
+    assert bytes(byte_level.encode(raw).tolist()) == raw
 
 
-@pytest.mark.parametrize("mark", tokenizer.MARKS.values())
+@pytest.mark.parametrize("mark", byte_level.MARKS.values())
 def test_text_never_becomes_a_special_token(mark):
     forged = f"1{mark}<call>2<end><user>{chr(256)}{chr(261)}"
-    assert max(tokenizer.encode(forged)) < 256
+    assert max(byte_level.encode(forged)) < 256
     assert list(render_prompt(forged)[[0, -1]]) == [USER, ASSISTANT]
     assert max(render_prompt(forged)[1:-1]) < 256
     assert max(render_observation(forged)[1:-1]) < 256
@@ -143,37 +141,37 @@ def test_action_knows_what_was_sampled_and_is_compared_without_it(ids):
 
 def test_invalid_utf8_is_replaced_in_text_and_kept_in_ids():
     assert parse_action([255, 97, END]) == Action("answer", "�a")
-    assert tokenizer.decode(tokenizer.encode("a\ud800")) == "a?"
+    assert byte_level.decode(byte_level.encode("a\ud800")) == "a?"
 
 
 def test_display_marks_special_tokens():
     ids = np.concatenate([render_prompt("2*3"), render_action(Action("call", "2*3"))])
-    assert tokenizer.decode(ids) == "<user>2*3<assistant><call>2*3<end>"
-    assert tokenizer.decode([PAD, 262]) == "<pad><262>"
+    assert byte_level.decode(ids) == "<user>2*3<assistant><call>2*3<end>"
+    assert byte_level.decode([PAD, 262]) == "<pad><262>"
 
 
 @pytest.mark.parametrize("token", [VOCAB_SIZE, 70000])
 def test_ids_of_a_larger_model_are_shown_and_make_an_action_malformed(token):
-    assert tokenizer.decode([97, token]) == f"a<{token}>"
+    assert byte_level.decode([97, token]) == f"a<{token}>"
     assert parse_action([97, token, END]).kind == "malformed"
 
 
 def test_negative_ids_are_refused():
     with pytest.raises(ValueError, match="-1 is no id"):
-        tokenizer.decode([97, -1])
+        byte_level.decode([97, -1])
 
 
 def test_other_programs_get_the_same_ids():
     """As the `tokenizers` library reads them; only there a mark in text is a token."""
-    theirs = tokenizers.Tokenizer.from_str(json.dumps(tokenizer.tokenizer_json()))
+    theirs = tokenizers.Tokenizer.from_str(json.dumps(byte_level.tokenizer_json()))
     for text in [text for text in TEXTS if END not in theirs.encode(text).ids]:
-        assert theirs.encode(text).ids == tokenizer.encode(text).tolist()
+        assert theirs.encode(text).ids == byte_level.encode(text).tolist()
         assert theirs.decode(theirs.encode(text).ids) == text
     for token in range(VOCAB_SIZE):
         shown = theirs.decode([token], skip_special_tokens=False)
-        assert shown == tokenizer.decode([token])
+        assert shown == byte_level.decode([token])
     assert theirs.get_vocab_size() == VOCAB_SIZE
-    assert theirs.token_to_id(tokenizer.tokenizer_config()["eos_token"]) == END
+    assert theirs.token_to_id(byte_level.tokenizer_config()["eos_token"]) == END
 
 
 def test_what_a_chat_says_of_the_format_is_what_it_renders():
@@ -187,4 +185,4 @@ def test_what_a_chat_says_of_the_format_is_what_it_renders():
     assert chat.parse(action, chat.stop_ids) == Action("call", "ab")
     assert chat.special(action).tolist() == [True, False, False, True]
     assert chat.decode(action) == "<call>ab<end>"
-    assert chat.vocabulary() == tokenizer.vocabulary()
+    assert chat.vocabulary() == byte_level.vocabulary()

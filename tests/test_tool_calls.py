@@ -5,8 +5,8 @@ import json
 import pytest
 from chat_folders import CALCULATOR
 
+from thundersync_jax.chat import tool_calls
 from thundersync_jax.envs.base import Action
-from thundersync_jax.rollout import tool_calls
 
 SEARCH = {
     "name": "search",

@@ -19,12 +19,14 @@ from jax.sharding import (
     SingleDeviceSharding,
 )
 
-from thundersync_jax import accumulator, mesh, objective, state, surrogate
 from thundersync_jax.config import LossConfig, ModelConfig, OptimConfig
-from thundersync_jax.models import generation, layers, transformer
-from thundersync_jax.models.decode import InProcessEngine
+from thundersync_jax.engines import generation
+from thundersync_jax.engines.base import Request
+from thundersync_jax.engines.in_process import InProcessEngine
+from thundersync_jax.models import layers, transformer
 from thundersync_jax.ops import exact_sum
-from thundersync_jax.rollout.engine import Request
+from thundersync_jax.run import objective, state
+from thundersync_jax.stream import accumulator, mesh, surrogate
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"

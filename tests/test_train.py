@@ -13,18 +13,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from thundersync_jax import run, state, train
-from thundersync_jax.checkpoint import Checkpoints, sha256
+from thundersync_jax import train
+from thundersync_jax.chat import byte_level
 from thundersync_jax.config import OptimConfig
+from thundersync_jax.engines.in_process import InProcessEngine
 from thundersync_jax.errors import ConfigError, StreamError
-from thundersync_jax.mesh import make_mesh
-from thundersync_jax.metrics import METRICS, read
+from thundersync_jax.metrics.records import read_rollouts, rollouts_path
+from thundersync_jax.metrics.writer import METRICS, read
 from thundersync_jax.models import transformer
-from thundersync_jax.models.decode import InProcessEngine
 from thundersync_jax.ops import advantages
-from thundersync_jax.records import read_rollouts, rollouts_path
-from thundersync_jax.rollout import tokenizer
-from thundersync_jax.step import run_step
+from thundersync_jax.run import run, state
+from thundersync_jax.run.checkpoint import Checkpoints, sha256
+from thundersync_jax.run.step import run_step
+from thundersync_jax.stream.mesh import make_mesh
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 
@@ -213,7 +214,7 @@ def test_groups_with_failed_members_follow_the_policy(policy, tmp_path, capsys):
     row = read(tmp_path)[1]
     found = collections.defaultdict(dict)
     for record in rollouts_of(tmp_path, 1):
-        word = tokenizer.decode(record.prompt_ids[1:-1])
+        word = byte_level.decode(record.prompt_ids[1:-1])
         found[word][record.trajectory.key.member] = record.advantage
     assert found[WORDS[3]] == {0: 0.5, 1: -0.5, 2: 0.5, 3: -0.5}
     third = 1 / 3

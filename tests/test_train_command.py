@@ -13,10 +13,10 @@ import echo_task
 import pytest
 
 from thundersync_jax import train
+from thundersync_jax.config.settings import replace
 from thundersync_jax.flags import load_config
-from thundersync_jax.metrics import read
-from thundersync_jax.records import recorded_steps
-from thundersync_jax.settings import replace
+from thundersync_jax.metrics.records import recorded_steps
+from thundersync_jax.metrics.writer import read
 
 ROOT = Path(__file__).parents[1]
 PATIENCE_SECS = 120.0  # for what takes seconds on an idle machine

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from thundersync_jax import train
+from thundersync_jax.chat import byte_level
 from thundersync_jax.envs.base import Observation
 from thundersync_jax.errors import ConfigError
-from thundersync_jax.metrics import METRICS, read
-from thundersync_jax.records import read_rollouts, rollouts_path
-from thundersync_jax.rollout import tokenizer
+from thundersync_jax.metrics.records import read_rollouts, rollouts_path
+from thundersync_jax.metrics.writer import METRICS, read
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 
@@ -94,7 +94,7 @@ def test_tracked_baseline_follows_the_shaped_rewards_of_its_prompt(tmp_path):
     for step in (1, 2):
         found = collections.defaultdict(list)
         for record in read_rollouts(rollouts_path(tmp_path, step)):
-            one, prompt = record.trajectory, tokenizer.decode(record.prompt_ids[1:-1])
+            one, prompt = record.trajectory, byte_level.decode(record.prompt_ids[1:-1])
             shaped = one.reward - 0.2 * one.action_tokens / most.most_action_tokens
             found[prompt].append((shaped, record.advantage))
         steps.append(found)

@@ -8,8 +8,8 @@ import toy_segments as toy
 
 from thundersync_jax import GradientStream, Surrogate, advantages
 from thundersync_jax.errors import StreamError
-from thundersync_jax.segments import Segments, State
-from thundersync_jax.turn_stream import TurnStream
+from thundersync_jax.stream.segments import Segments, State
+from thundersync_jax.stream.turn_stream import TurnStream
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 EXACT = 1e-10  # rounding of float64 sums of some dozen terms

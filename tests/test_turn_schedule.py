@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from thundersync_jax.schedule import Turns
+from thundersync_jax.stream.schedule import Turns
 
 
 @dataclasses.dataclass

@@ -9,10 +9,10 @@ import pytest
 import toy_segments as toy
 from jax.sharding import NamedSharding, PartitionSpec
 
-from thundersync_jax import mesh, segments
 from thundersync_jax.errors import StreamError
-from thundersync_jax.replica import IN_FLIGHT, Replica
-from thundersync_jax.turn_stream import TurnStream
+from thundersync_jax.stream import mesh, segments
+from thundersync_jax.stream.replica import IN_FLIGHT, Replica
+from thundersync_jax.stream.turn_stream import TurnStream
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 EXACT = 1e-10  # rounding of float64 sums of some dozen terms

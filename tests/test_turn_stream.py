@@ -8,10 +8,10 @@ import pytest
 import turns_of_models as models
 from turns_of_models import MODEL, OPD, difference, of_samples, of_turns
 
-from thundersync_jax import mesh, segments
 from thundersync_jax.config import LossConfig
 from thundersync_jax.models import layers, transformer
 from thundersync_jax.models.transformer import KeyValues
+from thundersync_jax.stream import mesh, segments
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 

@@ -7,10 +7,11 @@ import jax
 import numpy as np
 import pytest
 
-from thundersync_jax import comparison, live, sums
 from thundersync_jax import verify as verify_module
 from thundersync_jax.errors import ConfigError
-from thundersync_jax.run import Run
+from thundersync_jax.measure import live, replay
+from thundersync_jax.run.run import Run
+from thundersync_jax.stream import sums
 from thundersync_jax.types import StopReason, Trajectory, TrajectoryKey
 from thundersync_jax.verify import verify
 
@@ -56,13 +57,13 @@ def test_a_wrong_baseline_fails(workdir, monkeypatch, factor):
 
 
 def test_without_streaming_it_is_untested(workdir, monkeypatch):
-    right = comparison.replay
+    right = replay.replay
 
     def grouped(run, params, events, release, *rest, **named):
         release = "group" if release == "trajectory" else release
         return right(run, params, events, release, *rest, **named)
 
-    monkeypatch.setattr(comparison, "replay", grouped)
+    monkeypatch.setattr(replay, "replay", grouped)
     result = verify(CONFIG, workdir, steps=1)
     assert not result["passed"]
     assert "streamed" in result["untested"]
@@ -112,7 +113,7 @@ def test_last_rewards_come_late_within_what_may_be_open():
     """No group ends before all other members of its window are rewarded."""
     given = [_trajectory(g, m) for g in range(6) for m in range(4)]
     rng = np.random.default_rng(0)
-    events = comparison.last_rewards_late(given, rng, window=3)
+    events = replay.last_rewards_late(given, rng, window=3)
     assert len(events) == 2 * len(given)
     for start in (0, 24):
         window = events[start : start + 24]
@@ -129,7 +130,7 @@ def test_every_random_order_is_another_one_in_every_step():
     given = [_trajectory(g, m) for g in range(3) for m in range(4)]
     failed = dataclasses.replace(given[5], stop_reason=StopReason.TIMEOUT, reward=None)
     given[5] = failed
-    *rules, first, second = comparison.variants(("batch", "group", "trajectory"), 2)
+    *rules, first, second = replay.variants(("batch", "group", "trajectory"), 2)
     assert [rule.order for rule in rules] == [0, 0, 0]
     assert [one.rush for one in (*rules, first, second)] == [False] * 4 + [True]
     found = {}
@@ -138,7 +139,7 @@ def test_every_random_order_is_another_one_in_every_step():
             events = variant.events(given, seed=0, step=step, window=1)
             again = variant.events(given, seed=0, step=step, window=1)
             assert _names(events) == _names(again)
-            assert sorted(_names(events)) == sorted(_names(comparison.in_order(given)))
+            assert sorted(_names(events)) == sorted(_names(replay.in_order(given)))
             places = {name: at for at, name in enumerate(_names(events))}
             early = [
                 places["reward", key] < places["complete", key]

@@ -24,12 +24,12 @@ from rollout_fakes import (
 )
 from vllm_fake import VOCAB, FakeServer, engine_of, hashed_logits, log_softmax
 
+from thundersync_jax.chat.byte_level import END
 from thundersync_jax.config import VLLMConfig
+from thundersync_jax.engines.base import Request
+from thundersync_jax.engines.vllm.engine import Published, VLLMEngine
 from thundersync_jax.errors import ConfigError, ServerError
-from thundersync_jax.rollout.engine import Request
 from thundersync_jax.rollout.pool import Completed, Rewarded
-from thundersync_jax.rollout.tokenizer import END
-from thundersync_jax.rollout.vllm import Published, VLLMEngine
 from thundersync_jax.types import StopReason
 
 

@@ -26,12 +26,12 @@ from vllm_process import MARKS, Process
 
 from thundersync_jax import export
 from thundersync_jax.config import Config, ModelConfig, VLLMConfig
+from thundersync_jax.engines.vllm.engine import VLLMEngine
+from thundersync_jax.engines.vllm.publish import Publisher
+from thundersync_jax.engines.vllm.teacher import VLLMTeacher
 from thundersync_jax.errors import ServerError
 from thundersync_jax.models import transformer
-from thundersync_jax.publish import Publisher
 from thundersync_jax.rollout.pool import Completed, Rewarded
-from thundersync_jax.rollout.vllm import VLLMEngine
-from thundersync_jax.rollout.vllm_teacher import VLLMTeacher
 from thundersync_jax.types import StopReason
 
 pytestmark = MARKS

@@ -22,10 +22,10 @@ from rollout_fakes import (
 )
 from vllm_fake import FakeServer, hashed_logits, log_softmax
 
+from thundersync_jax.engines.vllm import servers
+from thundersync_jax.engines.vllm.teacher import VLLMTeacher
 from thundersync_jax.errors import ConfigError, ServerError
-from thundersync_jax.rollout import vllm_servers
 from thundersync_jax.rollout.events import Completed, Rewarded, Turn
-from thundersync_jax.rollout.vllm_teacher import VLLMTeacher
 from thundersync_jax.types import StopReason
 
 WIDTH = 262
@@ -34,7 +34,7 @@ SOON_SECS = 0.5
 
 @pytest.fixture(autouse=True)
 def short_patience(monkeypatch):
-    monkeypatch.setattr(vllm_servers, "HEALTH_SECS", SOON_SECS)
+    monkeypatch.setattr(servers, "HEALTH_SECS", SOON_SECS)
 
 
 def teacher_of(*fakes, **changes):

@@ -18,9 +18,9 @@ from vllm_process import MARKS, Process
 
 from thundersync_jax import train
 from thundersync_jax.config import TeacherConfig
+from thundersync_jax.config.settings import replace
 from thundersync_jax.flags import load_config
-from thundersync_jax.metrics import read
-from thundersync_jax.settings import replace
+from thundersync_jax.metrics.writer import read
 
 pytestmark = MARKS
 CONFIGS = Path(__file__).parent.parent / "configs"

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from vllm_fake import FakeServer, hashed_logits, log_softmax
 
-from thundersync_jax.rollout import vllm_wire
-from thundersync_jax.rollout.vllm_http import RefusedRequest, read_json
-from thundersync_jax.rollout.vllm_wire import WrongAnswer
+from thundersync_jax.engines.vllm import wire
+from thundersync_jax.engines.vllm.http import RefusedRequest, read_json
+from thundersync_jax.engines.vllm.wire import WrongAnswer
 
 PROMPT = np.arange(3, 9, dtype=np.int32)
 STOPS = 17, 1
@@ -17,7 +17,7 @@ STOPS = 17, 1
 
 def asked(**changes):
     given = {"max_tokens": 4, "temperature": 0.7, "seed": 5, "stop_ids": STOPS}
-    return vllm_wire.completion_request("m", PROMPT, **{**given, **changes})
+    return wire.completion_request("m", PROMPT, **{**given, **changes})
 
 
 def answered(ids=None, **changes):
@@ -28,7 +28,7 @@ def answered(ids=None, **changes):
 
 
 def read(answer, max_tokens=4, vocab_size=264):
-    return vllm_wire.read_completion(answer, PROMPT, max_tokens, STOPS, vocab_size)
+    return wire.read_completion(answer, PROMPT, max_tokens, STOPS, vocab_size)
 
 
 def test_stored_logprob_is_that_of_the_sampled_token():
@@ -46,12 +46,12 @@ def test_stored_logprob_is_that_of_the_sampled_token():
 
 def test_scores_are_those_of_the_prompts_own_tokens():
     positions = np.array([2, 5])
-    body = vllm_wire.scoring_request("m", PROMPT, 3)
-    scores, tables = vllm_wire.read_scores(FakeServer().answer(body), PROMPT, positions)
+    body = wire.scoring_request("m", PROMPT, 3)
+    scores, tables = wire.read_scores(FakeServer().answer(body), PROMPT, positions)
     for score, table, position in zip(scores, tables, positions, strict=True):
         logprobs = log_softmax(hashed_logits(PROMPT[:position].tolist()))
         np.testing.assert_allclose(score, logprobs[PROMPT[position]], rtol=1e-6)
-        best = vllm_wire.best_ids(table, 3, 264)
+        best = wire.best_ids(table, 3, 264)
         assert [i for i, _ in best] == np.argsort(-logprobs)[:3].tolist()
         np.testing.assert_allclose([x for _, x in best], np.sort(logprobs)[:-4:-1])
 
@@ -64,18 +64,18 @@ def test_likeliest_ids_are_never_the_one_that_stands_there_by_chance():
         "5": {"logprob": -1.0, "rank": 1},
         "6": {"logprob": -2.0, "rank": 3},
     }
-    assert vllm_wire.best_ids(table, 3, 264) == [(5, -1.0), (6, -2.0), (7, -2.0)]
+    assert wire.best_ids(table, 3, 264) == [(5, -1.0), (6, -2.0), (7, -2.0)]
     with pytest.raises(WrongAnswer, match="expected 3 below 7: others are padding"):
-        vllm_wire.best_ids(table, 3, 7)
+        wire.best_ids(table, 3, 7)
     with pytest.raises(WrongAnswer, match="expected 4 below 264"):
-        vllm_wire.best_ids(table, 4, 264)
+        wire.best_ids(table, 4, 264)
     table["5"]["logprob"] = -9999.0  # as JSON writes -inf
-    assert vllm_wire.best_ids(table, 3, 264)[-1] == (5, -np.inf)
+    assert wire.best_ids(table, 3, 264)[-1] == (5, -np.inf)
 
 
 def test_a_request_names_the_whole_distribution():
     """A folder's generation_config.json would cut it, and change the stop ids."""
-    for body in (asked(), vllm_wire.scoring_request("m", PROMPT, 0)):
+    for body in (asked(), wire.scoring_request("m", PROMPT, 0)):
         assert body["top_p"] == 1 and body["top_k"] == 0 and body["min_p"] == 0
         assert body["repetition_penalty"] == 1 and body["ignore_eos"] is True
         assert body["presence_penalty"] == body["frequency_penalty"] == 0
@@ -153,22 +153,22 @@ def test_a_missing_score_is_an_error_and_never_another_number(tables, expected):
     answer = answered([5, 6, 7, 8])
     answer["choices"][0]["prompt_logprobs"] = tables
     with pytest.raises(WrongAnswer, match=expected):
-        vllm_wire.read_scores(answer, PROMPT, np.array([1]))
+        wire.read_scores(answer, PROMPT, np.array([1]))
 
 
 def test_seeds_are_stable_and_differ_in_every_word():
     """Members of a group shared one seed elsewhere."""
     words = 3, 0, 1, 0, 2, 0
-    seeds = {vllm_wire.seed_number(words)}
+    seeds = {wire.seed_number(words)}
     for place in range(len(words)):
         changed = list(words)
         changed[place] += 1
-        seeds.add(vllm_wire.seed_number(changed))
-    seeds.add(vllm_wire.seed_number((*words, 0)))
+        seeds.add(wire.seed_number(changed))
+    seeds.add(wire.seed_number((*words, 0)))
     assert len(seeds) == len(words) + 2
     assert all(0 <= seed < 2**63 for seed in seeds)
-    assert vllm_wire.seed_number((0, 12)) != vllm_wire.seed_number((0, 1, 2))
-    assert vllm_wire.seed_number(words) == 7910142581367569544
+    assert wire.seed_number((0, 12)) != wire.seed_number((0, 1, 2))
+    assert wire.seed_number(words) == 7910142581367569544
 
 
 def test_statuses_say_whether_another_try_makes_sense():

@@ -13,7 +13,8 @@ from safetensors.numpy import load_file, save_file
 from tiny_models import QWEN3, assert_same, random_params, shardings
 
 from thundersync_jax.errors import ConfigError
-from thundersync_jax.models import families, tensor_files, weights
+from thundersync_jax.hf import files, weights
+from thundersync_jax.hf import tensors as families
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 
@@ -26,7 +27,7 @@ def _folder(tmp_path):
 
 
 def rewrite(folder, change):
-    path = folder / tensor_files.ONE_FILE
+    path = folder / files.ONE_FILE
     tensors = load_file(path)
     change(tensors)
     save_file(tensors, path)
@@ -34,7 +35,7 @@ def rewrite(folder, change):
 
 def retype(folder, name, dtype):
     """Calls a tensor's bytes something else."""
-    path = folder / tensor_files.ONE_FILE
+    path = folder / files.ONE_FILE
     data = path.read_bytes()
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
@@ -44,7 +45,7 @@ def retype(folder, name, dtype):
 
 
 def cut(folder, size):
-    path = folder / tensor_files.ONE_FILE
+    path = folder / files.ONE_FILE
     path.write_bytes(path.read_bytes()[:size])
 
 
@@ -77,10 +78,10 @@ WRONG = {
     r"safetensors was to be read, but Expecting val": lambda folder: cut(folder, 200),
     r"safetensors was to be read, but .* whole safe": lambda folder: cut(folder, 0),
     r"holds no model.safetensors and no model.safetensors.index.json": lambda folder: (
-        folder / tensor_files.ONE_FILE
+        folder / files.ONE_FILE
     ).unlink(),
     r"holds model.safetensors and model.safetensors.index.json": lambda folder: (
-        folder / tensor_files.INDEX_FILE
+        folder / files.INDEX_FILE
     ).write_text("{}"),
 }
 
@@ -95,8 +96,8 @@ def test_wrong_tensors_are_refused_by_name(text, folder):
 
 def test_wrong_indices_are_refused(tmp_path):
     weights.save(tmp_path, QWEN3, random_params(QWEN3), most_shard_bytes=8_000)
-    index = tmp_path / tensor_files.INDEX_FILE
-    first, second = tensor_files.indexed(index)[:2]
+    index = tmp_path / files.INDEX_FILE
+    first, second = files.indexed(index)[:2]
     shutil.copy(tmp_path / first, tmp_path / "kept")
     (tmp_path / first).unlink()
     with pytest.raises(ConfigError, match=f"{first} was to be read, but there is none"):
@@ -209,5 +210,5 @@ def test_a_model_may_come_to_need_more_or_fewer_files(folder):
     for most in (8_000, 3_000, 5e9, 8_000):
         weights.write_tensors(folder, QWEN3, params, most_shard_bytes=most)
         stored = {path.name for path in folder.glob("*.safetensors")}
-        assert stored == {path.name for path in tensor_files.tensor_files(folder)}
+        assert stored == {path.name for path in files.tensor_files(folder)}
         assert_same(weights.load(folder, QWEN3, shardings(QWEN3)), params)

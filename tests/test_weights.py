@@ -25,8 +25,9 @@ from tiny_models import (
     shardings,
 )
 
-from thundersync_jax.model_config import ModelConfig
-from thundersync_jax.models import families, tensor_files, weights
+from thundersync_jax.config.model import ModelConfig
+from thundersync_jax.hf import files, weights
+from thundersync_jax.hf import tensors as families
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 
@@ -112,7 +113,7 @@ def test_any_stored_dtype_becomes_float32(dtype, tmp_path):
     assert {x.dtype for x in jax.tree.leaves(loaded)} == {np.dtype(np.float32)}
     sizes = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
     count = sum(x.size for x in jax.tree.leaves(params))
-    stored = (tmp_path / tensor_files.ONE_FILE).stat().st_size
+    stored = (tmp_path / files.ONE_FILE).stat().st_size
     assert 0 < stored - sizes[dtype] * count < 20_000  # the header
     told = json.loads((tmp_path / "config.json").read_text())
     assert told["dtype"] == dtype
@@ -131,7 +132,7 @@ def test_float64_models_lose_nothing(tmp_path):
 def test_files_of_other_writers_are_read_wherever_tensors_lie(tmp_path):
     """Any order, and a header of an odd length: nothing is aligned."""
     weights.save(tmp_path, LLAMA, params := random_params(LLAMA))
-    path = tmp_path / tensor_files.ONE_FILE
+    path = tmp_path / files.ONE_FILE
     tensors = load_file(path)
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(3, np.float32)
     save_file(dict(reversed(tensors.items())), path)
@@ -147,14 +148,14 @@ def test_files_of_other_writers_are_read_wherever_tensors_lie(tmp_path):
 def test_blocks_do_not_change_what_is_read(tmp_path, monkeypatch):
     weights.save(tmp_path, LLAMA, params := random_params(LLAMA), "bfloat16")
     whole = weights.load(tmp_path, LLAMA, shardings(LLAMA, (1, 8, 1)))
-    monkeypatch.setattr(tensor_files, "_BLOCK_BYTES", 100)
+    monkeypatch.setattr(files, "_BLOCK_BYTES", 100)
     assert_same(weights.load(tmp_path, LLAMA, shardings(LLAMA, (1, 1, 8))), whole)
     assert not np.array_equal(whole["embed"], params["embed"])  # rounded
 
 
 def test_a_part_maps_its_own_rows_and_a_block_at_a_time(tmp_path, monkeypatch):
     weights.save(tmp_path, QWEN3, random_params(QWEN3))
-    embedding = tensor_files.stored(tmp_path)[families.EMBEDDING]
+    embedding = files.stored(tmp_path)[families.EMBEDDING]
     mapped = []
 
     class Recorded(np.memmap):
@@ -163,9 +164,9 @@ def test_a_part_maps_its_own_rows_and_a_block_at_a_time(tmp_path, monkeypatch):
             return super().__new__(np.memmap, path, dtype, mode, offset, shape)
 
     monkeypatch.setattr(np, "memmap", Recorded)
-    monkeypatch.setattr(tensor_files, "_BLOCK_BYTES", 256)  # four rows
+    monkeypatch.setattr(files, "_BLOCK_BYTES", 256)  # four rows
     part, out = [slice(10, 20), slice(None)], np.empty((10, 16), np.float32)
-    tensor_files.copy_part(embedding, (48, 16), (0, 1), part, out)
+    files.copy_part(embedding, (48, 16), (0, 1), part, out)
     ends = [embedding.offset + 640, embedding.offset + 1280]
     assert [mapped[0][0], sum(mapped[-1])] == ends
     assert [size for _, size in mapped] == [256, 256, 128]

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from tiny_models import shardings
 
-from thundersync_jax.model_config import ModelConfig
-from thundersync_jax.models import transformer, weights
+from thundersync_jax.config.model import ModelConfig
+from thundersync_jax.hf import weights
+from thundersync_jax.models import transformer
 
 WHY = "needs the extra test-hf (torch and transformers)"
 torch = pytest.importorskip("torch", reason=WHY)

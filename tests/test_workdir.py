@@ -8,10 +8,9 @@ import sys
 
 import pytest
 
-from thundersync_jax import workdir
-from thundersync_jax.config import Config, OptimConfig, VLLMConfig
+from thundersync_jax.config import Config, OptimConfig, VLLMConfig, workdir
+from thundersync_jax.config.workdir import locked, saved_result
 from thundersync_jax.errors import ConfigError
-from thundersync_jax.workdir import locked, saved_result
 
 CONFIG = Config(steps=10)
 claim = functools.partial(workdir.claim, vocabulary={"a": 0})
@@ -87,7 +86,7 @@ def test_what_cannot_be_a_directory_is_refused_in_one_line(tmp_path):
 
 def test_one_process_at_a_time_and_a_killed_one_leaves_no_lock(tmp_path):
     code = (
-        "import sys, thundersync_jax.workdir as workdir\n"
+        "import sys, thundersync_jax.config.workdir as workdir\n"
         "with workdir.locked(sys.argv[1]):\n"
         "    print('locked', flush=True)\n"
         "    sys.stdin.read()\n"

@@ -6,9 +6,9 @@ import functools
 import jax
 import numpy as np
 
-from thundersync_jax.mesh import make_mesh, parameter_shardings
-from thundersync_jax.model_config import ModelConfig
+from thundersync_jax.config.model import ModelConfig
 from thundersync_jax.models import layers, transformer
+from thundersync_jax.stream.mesh import make_mesh, parameter_shardings
 
 QWEN3 = ModelConfig(
     vocab_size=48,

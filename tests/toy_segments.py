@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from thundersync_jax import Surrogate
-from thundersync_jax.buckets import Padded
-from thundersync_jax.segments import Segments, State
+from thundersync_jax.stream.padding import Padded
+from thundersync_jax.stream.segments import Segments, State
 
 WIDTH, PIECE, SLOTS = 2, 4, 18
 GARBAGE = 3.0  # what padding leaves

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from thundersync_jax import GradientStream, Surrogate, advantages
-from thundersync_jax.schedule import RELEASES
+from thundersync_jax.stream.schedule import RELEASES
 
 EXACT = 1e-6  # absolute, in float32
 MEAN = advantages.mean_only()

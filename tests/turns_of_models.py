@@ -6,17 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from thundersync_jax import objective
 from thundersync_jax.config import LossConfig, ModelConfig
 from thundersync_jax.models import transformer
-from thundersync_jax.stream import GradientStream
-from thundersync_jax.turn_stream import TurnStream
-from thundersync_jax.types import (
-    StopReason,
-    TeacherScores,
-    Trajectory,
-    TrajectoryKey,
-)
+from thundersync_jax.run import objective
+from thundersync_jax.stream.gradient_stream import GradientStream
+from thundersync_jax.stream.turn_stream import TurnStream
+from thundersync_jax.types import StopReason, TeacherScores, Trajectory, TrajectoryKey
 
 VOCAB = 8
 MODEL = ModelConfig(

@@ -16,7 +16,7 @@ import time
 import numpy as np
 
 from thundersync_jax.config import VLLMConfig
-from thundersync_jax.rollout.vllm import Published, VLLMEngine
+from thundersync_jax.engines.vllm.engine import Published, VLLMEngine
 
 VOCAB = 264
 MODEL = "fake"

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from thundersync_jax.rollout.vllm import Server
+from thundersync_jax.engines.vllm.engine import Server
 
 EXECUTABLE = os.environ.get("THUNDERSYNC_VLLM")
 MARKS = [

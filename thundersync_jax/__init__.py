@@ -3,15 +3,15 @@
 import importlib
 
 _HOME = {
-    "GradientStream": "stream",
-    "Max": "surrogate",
-    "Padded": "buckets",
-    "Segments": "segments",
-    "State": "segments",
-    "Surrogate": "surrogate",
-    "TurnStream": "turn_stream",
+    "GradientStream": "stream.gradient_stream",
+    "Max": "stream.surrogate",
+    "Padded": "stream.padding",
+    "Segments": "stream.segments",
+    "State": "stream.segments",
+    "Surrogate": "stream.surrogate",
+    "TurnStream": "stream.turn_stream",
     "advantages": "ops.advantages",
-    "pad": "buckets",
+    "pad": "stream.padding",
 }
 __all__ = sorted(_HOME)
 

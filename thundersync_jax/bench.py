@@ -31,33 +31,28 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from thundersync_jax import (
-    calibration,
-    devices,
-    engine_bench,
-    parameters,
-    pictures,
-    report,
-    state,
-)
-from thundersync_jax.checkpoint import Checkpoints
-from thundersync_jax.compiling import compile_all
 from thundersync_jax.config import Config, VLLMConfig
-from thundersync_jax.display import Display
+from thundersync_jax.engines import group
+from thundersync_jax.engines.base import Engine, RemoteEngine
+from thundersync_jax.engines.vllm.engine import VLLMEngine
+from thundersync_jax.engines.vllm.publish import Publisher
 from thundersync_jax.errors import ConfigError, StreamError
 from thundersync_jax.flags import Flag
 from thundersync_jax.flags import run as run_command
-from thundersync_jax.live import Live, live
-from thundersync_jax.models import decode_group
-from thundersync_jax.peak_bytes import PeakBytes
-from thundersync_jax.progress import Progress
-from thundersync_jax.publish import Publisher
-from thundersync_jax.rollout.engine import Engine, RemoteEngine
-from thundersync_jax.rollout.vllm import VLLMEngine
-from thundersync_jax.run import Factory, Run
-from thundersync_jax.step import Step, conclude
+from thundersync_jax.measure import bench_report, calibration, engine_bench
+from thundersync_jax.measure.live import Live, PeakBytes, live
+from thundersync_jax.metrics.progress import Progress
+from thundersync_jax.run import placement as devices
+from thundersync_jax.run import placement as parameters
+from thundersync_jax.run import state
+from thundersync_jax.run.checkpoint import Checkpoints
+from thundersync_jax.run.compiling import compile_all
+from thundersync_jax.run.run import Factory, Run
+from thundersync_jax.run.step import Step, conclude
+from thundersync_jax.run.warm_start import POLICY_VERSION, warm_start
 from thundersync_jax.types import Trajectory
-from thundersync_jax.warm_start import POLICY_VERSION, warm_start
+from thundersync_jax.view import pictures
+from thundersync_jax.view.display import Display
 
 Tree = Any
 _CALIBRATION_STEPS = 5  # at most
@@ -118,8 +113,8 @@ def bench(
             races.warm_up(steps)
             races.calibrate(steps)
             rounds = [races.round(step, steps) for step in range(1, steps + 1)]
-    result = report.figures(rounds, races.facts)
-    report.show(display, result)
+    result = bench_report.figures(rounds, races.facts)
+    bench_report.show(display, result)
     if plot:
         _draw(Path(workdir), rounds, result)
     return result
@@ -135,7 +130,7 @@ def _bench_engines(config: Config, repeats: int) -> dict[str, Any]:
     params = parameters.initializer(config, placement.mesh)()
     context_tokens = rollout.context_tokens
     compared: dict[str, Engine | RemoteEngine] = {
-        "in process": decode_group.make(
+        "in process": group.make(
             placement.samplers,
             model,
             params,
@@ -171,7 +166,7 @@ class Contestant:
 def contestants(config: Config) -> tuple[Contestant, ...]:
     """The release rules, and what exact sums are measured against."""
     rules = tuple(Contestant(release, release) for release in config.releases)
-    plain = Contestant(report.PLAIN, "trajectory", "plain")
+    plain = Contestant(bench_report.PLAIN, "trajectory", "plain")
     return (*rules, plain) if config.accumulator == "exact" else rules
 
 
@@ -263,7 +258,7 @@ class _Races:
         self.display.line(f"{said} the learner takes {learner_secs:.2f} s a step")
         return learner_secs
 
-    def round(self, step: int, steps: int) -> report.Round:
+    def round(self, step: int, steps: int) -> bench_report.Round:
         """One step of every contestant, whose turn comes earlier with every step."""
         self._measure_idle()
         turn = (step - 1) % len(self.contestants)
@@ -279,7 +274,7 @@ class _Races:
             one.name: self._idle[one.accumulator].contention(lives[one.name].step.calls)
             for one in self.contestants
         }
-        return report.Round(lives, contention, costs)
+        return bench_report.Round(lives, contention, costs)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -296,7 +291,7 @@ class _Races:
 
     def _live(
         self, number: int, one: Contestant, title: str
-    ) -> tuple[Live, report.Cost | None]:
+    ) -> tuple[Live, bench_report.Cost | None]:
         """One step of a contestant, to its updated and published parameters."""
         run, params = self.run, self._start.params
         run.publish(params, POLICY_VERSION)
@@ -332,12 +327,14 @@ class _Races:
         if not run.scoring:
             return found, None
         tokens = sum(len(trajectory.ids) for trajectory in step.trajectories)
-        return found, report.Cost(peak.bytes, step.teacher_tokens, tokens)
+        return found, bench_report.Cost(peak.bytes, step.teacher_tokens, tokens)
 
 
-def _draw(workdir: Path, rounds: list[report.Round], result: dict[str, Any]) -> None:
+def _draw(
+    workdir: Path, rounds: list[bench_report.Round], result: dict[str, Any]
+) -> None:
     """The step of middle length as a timeline, and all of them as bars."""
-    rules = [name for name in result["releases"] if name != report.PLAIN]
+    rules = [name for name in result["releases"] if name != bench_report.PLAIN]
     batch = [r.lives["batch"].timing.step_secs for r in rounds]
     middle = rounds[batch.index(statistics.median_low(batch))]
     pictures.draw_timeline(

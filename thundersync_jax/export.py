@@ -14,14 +14,14 @@ import os
 from pathlib import Path
 from typing import Any
 
-from thundersync_jax import devices, parameters, state
+from thundersync_jax.chat import byte_level as tokenizer
 from thundersync_jax.config import Config
+from thundersync_jax.config.workdir import replace_text
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.flags import Flag
 from thundersync_jax.flags import run as run_command
-from thundersync_jax.models import weights
-from thundersync_jax.rollout import tokenizer
-from thundersync_jax.workdir import replace_text
+from thundersync_jax.hf import weights
+from thundersync_jax.run import placement, state
 
 
 def export(
@@ -68,12 +68,12 @@ def export(
             "--workdir is missing; expected that of a training run, or --initial for "
             "the parameters that a run begins with."
         )
-    devices.prepare(config)
-    params = parameters.initializer(config, devices.place(config).mesh)()
+    placement.prepare(config)
+    params = placement.initializer(config, placement.place(config).mesh)()
     step = 0
     if not initial:
         like = state.init(state.make_optimizer(config.optim), params)
-        found = parameters.newest(workdir, like)
+        found = placement.newest(workdir, like)
         if found is None:
             raise ConfigError(
                 f"{workdir} holds no policy; train one first, or give --initial for "

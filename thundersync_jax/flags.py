@@ -4,39 +4,37 @@
 arguments; nothing else reads them.
 """
 
-import dataclasses
-import importlib.util
+import contextlib
 import inspect
 import json
+import logging
 import math
 import os
 import re
+import signal
 import sys
-import traceback
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
 from absl import flags as absl_flags
 
-from thundersync_jax import combinations
 from thundersync_jax.config import Config
-from thundersync_jax.errors import ConfigError, ServerError, StreamError
-from thundersync_jax.interrupts import Interrupts
-from thundersync_jax.model_config import is_shape
-from thundersync_jax.settings import (
+from thundersync_jax.config.file import PREFIX, load_config, override
+from thundersync_jax.config.model import is_shape
+from thundersync_jax.config.settings import (
     config_dict,
     describe,
     nearest,
-    parse,
-    replace,
     settings,
     to_text,
 )
+from thundersync_jax.errors import ConfigError, ServerError, StreamError
 
-_PREFIX = "--config."
 _REFUSED, _FAILED, _INTERRUPTED = 2, 1, 130
+_GRACE_SECS = 4.0  # for the command's own `with` blocks
 
 
 class Flag(NamedTuple):
@@ -93,65 +91,6 @@ def run(
     sys.exit(status)
 
 
-def load_config(spec: str) -> Config:
-    """Reads `FILE.py` or `FILE.py:variant`.
-
-    The file's folder is put at the end of the import path, so that a config can import
-    its neighbours and `env.factory` can name one.
-    """
-    path, variant = os.path.expanduser(spec), None
-    if ".py:" in path:
-        path, _, variant = path.rpartition(":")
-    if not Path(path).is_file():
-        there = [str(known) for known in Path(path).parent.glob("*.py")]
-        hint = nearest(path, there) if there else "Write --config=FILE.py."
-        raise ConfigError(f"--config is {spec!r}, expected a Python file. {hint}")
-    if Path(path).suffix != ".py":
-        raise ConfigError(
-            f"--config is {spec!r}, expected a Python file with get_config. Write "
-            "--config=FILE.py or --config=FILE.py:variant."
-        )
-    try:
-        config = _call_get_config(_import_file(Path(path)), path, variant)
-    except Exception as error:  # whatever a config file does wrong is one line
-        raise ConfigError(_explain(error, path)) from error
-    if not isinstance(config, Config):
-        raise ConfigError(
-            f"get_config of {path} returned {type(config).__name__}, expected Config. "
-            "Return thundersync_jax.config.Config(...)."
-        )
-    return config
-
-
-def override(config: Config, texts: Mapping[str, str]) -> Config:
-    """The configuration with settings typed on the command line, by dotted name."""
-    known = {setting.name: setting for setting in settings(config)}
-    values = {}
-    for name, text in texts.items():
-        fields = [other for other in known if other.startswith(f"{name}.")]
-        if fields:
-            raise ConfigError(
-                f"{_PREFIX}{name} names a group, expected one of its settings. "
-                f"Write {_PREFIX}{fields[0]}={to_text(known[fields[0]].value)}."
-            )
-        if name not in known:
-            if reason := combinations.why_absent(name):
-                raise ConfigError(f"{_PREFIX}{name} is no setting, {reason}")
-            raise ConfigError(f"{_PREFIX}{name} is no setting. {nearest(name, known)}")
-        values[name] = parse(text, known[name])
-    path = values.get("model.path", config.model.path)
-    for name in filter(is_shape, values if path is not None else ()):
-        raise ConfigError(
-            f"{_PREFIX}{name} was given with model.path {path}, expected one of them: "
-            "the folder's config.json decides the shape. "
-            f"Leave out {_PREFIX}{name}, or set model.path to none."
-        )
-    try:
-        return replace(config, values)
-    except ValueError as error:  # also from the class of somebody's env.options
-        raise ConfigError(str(error)) from error
-
-
 def _run(
     command: Callable[..., Mapping[str, Any] | None],
     own: dict[str, Flag],
@@ -183,7 +122,7 @@ def _run(
         arguments.append(config)
     elif texts:
         raise ConfigError(
-            f"{_PREFIX}{next(iter(texts))} was given, expected no settings: this "
+            f"{PREFIX}{next(iter(texts))} was given, expected no settings: this "
             "command reads none. Leave it out."
         )
     if "workdir" in needs:
@@ -201,7 +140,7 @@ def _split(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     plain, texts = [], {}
     rest = iter(argv)
     for argument in rest:
-        if not argument.startswith((_PREFIX, _PREFIX[1:])):
+        if not argument.startswith((PREFIX, PREFIX[1:])):
             plain.append(argument)
             continue
         name, equals, text = argument.lstrip("-").partition("=")
@@ -210,8 +149,8 @@ def _split(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
             text = next(rest, "--")
             if text.startswith("--"):
                 raise ConfigError(
-                    f"{_PREFIX}{name} has no value, expected one after '=' or a space. "
-                    f"Write {_PREFIX}{name}=VALUE (true or false for a switch)."
+                    f"{PREFIX}{name} has no value, expected one after '=' or a space. "
+                    f"Write {PREFIX}{name}=VALUE (true or false for a switch)."
                 )
         texts[name] = text
     return plain, texts
@@ -255,84 +194,6 @@ def _parse_flags(argv: Sequence[str], accepted: Mapping[str, Flag]) -> dict[str,
 def _need(name: str, value: str | None, expected: str) -> None:
     if not value:
         raise ConfigError(f"--{name} is missing, expected --{name}={expected}.")
-
-
-def _import_file(path: Path) -> ModuleType:
-    folder = str(path.parent.resolve())
-    if folder not in sys.path:
-        sys.path.append(folder)
-    # Under its own name where that means this file: `env.factory` may import it too.
-    found = importlib.util.find_spec(path.stem)
-    same = found is not None and found.origin == str(path.resolve())
-    name = path.stem if same else f"config_file_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path.resolve())
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-def _call_get_config(module: ModuleType, path: str, variant: str | None) -> Any:
-    if not callable(getattr(module, "get_config", None)):
-        raise ConfigError(
-            f"{path} has no get_config, expected get_config(variant=None) -> Config. "
-            "Define it."
-        )
-    takes = bool(inspect.signature(module.get_config).parameters)
-    if takes:
-        config = module.get_config(variant)
-        if variant is None or not _ignores_variant(config, module.get_config):
-            return config
-        raise ConfigError(
-            f"--config names variant {variant!r}, but get_config of {path} returns the "
-            f"same for it as for none, expected a variant. Write --config={path}."
-        )
-    if variant is not None:
-        raise ConfigError(
-            f"--config names variant {variant!r}, but get_config of {path} takes none, "
-            f"expected no variant. Write --config={path}."
-        )
-    return module.get_config()
-
-
-def _ignores_variant(config: Any, get_config: Callable[[str | None], Any]) -> bool:
-    """Whether this is what the file returns for none, and for any name whatever.
-
-    A default variant may have a name too; a name that nobody gave is refused then.
-    """
-    try:
-        others = (get_config(None), get_config("a name that nobody gave"))
-    except Exception:  # it insists on a variant, or knows which there are
-        return False
-    return isinstance(config, Config) and all(config == other for other in others)
-
-
-def _explain(error: Exception, path: str) -> str:
-    """One line about an exception in a config file, with the line it came from."""
-    if isinstance(error, SyntaxError):
-        return f"{error.filename}:{error.lineno}: {error.msg}"
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [f.lineno for f in frames if f.filename == str(Path(path).resolve())]
-    where = f"{path}:{lines[-1]}: " if lines else ""
-    typo = re.search(r"(\w+)\.__init__\(\) got an unexpected.*'(\w+)'", str(error))
-    if typo:
-        group, name = typo.groups()
-        known = _field_names().get(group)
-        hint = nearest(name, known) if known else f"See the fields of {group}."
-        return f"{where}{group} has no setting {name!r}. {hint}"
-    if isinstance(error, KeyError):  # its text is the key alone
-        return f"{where}there is no {error} (KeyError). See get_config in that file."
-    kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-    return f"{where}{kind}{error}"
-
-
-def _field_names() -> dict[str, list[str]]:
-    """Field names of every group of settings, by the name of its class."""
-    groups, names = [Config()], {}
-    for group in groups:
-        names[type(group).__name__] = list(vars(group))
-        groups += filter(dataclasses.is_dataclass, vars(group).values())
-    return names
 
 
 def _print_config(
@@ -391,3 +252,61 @@ def _finite(value: Any) -> Any:
         return os.fspath(value)
     value = value.item() if hasattr(value, "item") else value
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class Interrupts:
+    """Within it a signal raises KeyboardInterrupt, whatever then becomes of that.
+
+    At its end the process ends with status 130 (Ctrl-C) or 143 (SIGTERM) if there was a
+    signal. It ends without the interpreter's own end, which joins all threads: the
+    `with` blocks inside were run by the exception, and a file that is cut off is never
+    taken for a whole one. A second signal, or too long a wait, ends it at once.
+    """
+
+    def __enter__(self) -> None:
+        self._status: int | None = None
+        self._before: dict[int, Any] = {}
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._receive)
+        if self._before:
+            # A handler waits until the main thread is back from C; a pipe does not.
+            reading, self._writing = os.pipe()
+            os.set_blocking(self._writing, False)
+            self._fd_before = signal.set_wakeup_fd(
+                self._writing, warn_on_full_buffer=False
+            )
+            threading.Thread(target=self._watch, args=(reading,), daemon=True).start()
+
+    def __exit__(self, *_: object) -> None:
+        if self._status is not None:
+            with contextlib.suppress(Exception):
+                sys.stdout.flush()
+            _end(self._status)
+        if self._before:
+            signal.set_wakeup_fd(self._fd_before)
+            os.close(self._writing)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, _: Any) -> NoReturn:
+        if self._status is not None:
+            _end(self._status)
+        self._status = 128 + number
+        # What other threads say of a process that is ending explains nothing.
+        threading.excepthook = sys.unraisablehook = lambda *_: None
+        logging.disable()
+        raise KeyboardInterrupt
+
+    def _watch(self, reading: int) -> None:
+        with open(reading, "rb", buffering=0) as pipe:
+            while number := pipe.read(1):
+                if number[0] in self._before:
+                    time.sleep(_GRACE_SECS)
+                    _end(128 + number[0])
+
+
+def _end(status: int) -> NoReturn:
+    os.write(2, b"interrupted\n")  # sys.stderr may be busy with what was interrupted
+    os._exit(status)

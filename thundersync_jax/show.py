@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from thundersync_jax import flags, tables
-from thundersync_jax.display import Display
+from thundersync_jax import flags
 from thundersync_jax.errors import ConfigError
-from thundersync_jax.records import Record, known_mean, read_step
-from thundersync_jax.tables import Column
+from thundersync_jax.metrics.records import Record, known_mean, read_step
+from thundersync_jax.view import tables
+from thundersync_jax.view.display import Display
+from thundersync_jax.view.tables import Column
 
 FLAGS = {
     "step": flags.Flag(int, None, "which step, by default the latest"),

@@ -16,25 +16,31 @@ from typing import Any
 
 import numpy as np
 
-from thundersync_jax import comparison, live, pictures, state
-from thundersync_jax.checkpoint import Checkpoints, sha256
-from thundersync_jax.compiling import compile_all
+from thundersync_jax.chat import base
 from thundersync_jax.config import Config
-from thundersync_jax.display import Display, ReleaseRow, StepRow
-from thundersync_jax.evaluate import Evaluation, heldout
+from thundersync_jax.config.workdir import (
+    RESULT_FILE,
+    check_claim,
+    save_result,
+    saved_result,
+)
 from thundersync_jax.flags import run as run_command
-from thundersync_jax.ledger import Report
-from thundersync_jax.metrics import Metrics, Sink, read
+from thundersync_jax.measure import live, replay
+from thundersync_jax.metrics.progress import RunProgress
+from thundersync_jax.metrics.records import known_mean, write_rollouts
+from thundersync_jax.metrics.timing import StepTiming, step_timing, write_chrome_trace
+from thundersync_jax.metrics.writer import Metrics, Sink, read
 from thundersync_jax.ops.mismatch import percentile
-from thundersync_jax.progress import RunProgress
-from thundersync_jax.records import known_mean, write_rollouts
-from thundersync_jax.rollout import chat
-from thundersync_jax.run import Factory, Run
-from thundersync_jax.step import Step, conclude, run_step
-from thundersync_jax.timeline import write_chrome_trace
-from thundersync_jax.timing import StepTiming, step_timing
-from thundersync_jax.warm_start import POLICY_VERSION, warm_start
-from thundersync_jax.workdir import RESULT_FILE, check_claim, save_result, saved_result
+from thundersync_jax.run import state
+from thundersync_jax.run.checkpoint import Checkpoints, sha256
+from thundersync_jax.run.compiling import compile_all
+from thundersync_jax.run.heldout import Evaluation, heldout
+from thundersync_jax.run.run import Factory, Run
+from thundersync_jax.run.step import Step, conclude, run_step
+from thundersync_jax.run.warm_start import POLICY_VERSION, warm_start
+from thundersync_jax.stream.ledger import Report
+from thundersync_jax.view import pictures
+from thundersync_jax.view.display import Display, ReleaseRow, StepRow
 
 _CLOSING_TRIES = 3  # steps, until one has a gradient to compare
 _SHOWN_FAILURES = 3  # of a step; its trajectories' file has all
@@ -229,7 +235,7 @@ def _evaluate(run, display, version, step, label) -> Evaluation:
     display.evaluation(label, int(found.successes.sum()), found.answers)
     if found.trajectories:
         one = found.trajectories[step % len(found.trajectories)]
-        display.sample(one, pieces=chat.pieces(run.chat, one))
+        display.sample(one, pieces=base.pieces(run.chat, one))
     return found
 
 
@@ -252,7 +258,7 @@ def _close(run: Run, display: Display, now: state.State, version: int, warm) -> 
             break
     control = None
     if batch.report.gradient_norm > 0:
-        control = comparison.control_difference(
+        control = replay.control_difference(
             run, now.params, batch.trajectories, batch.gradient, seed=step
         )
     display.closing_table(
@@ -265,7 +271,7 @@ def _close(run: Run, display: Display, now: state.State, version: int, warm) -> 
                 one.predicted_secs,
                 None
                 if control is None
-                else comparison.relative_difference(one.step.gradient, batch.gradient),
+                else replay.relative_difference(one.step.gradient, batch.gradient),
                 control,
             )
             for release, one in lives.items()

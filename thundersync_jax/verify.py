@@ -24,19 +24,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from thundersync_jax import comparison, free_runs, state, tables
-from thundersync_jax.checkpoint import Checkpoints, sha256
-from thundersync_jax.comparison import Variant
 from thundersync_jax.config import Config
-from thundersync_jax.display import Display
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.flags import Flag
 from thundersync_jax.flags import run as run_command
-from thundersync_jax.free_runs import FreeRun
-from thundersync_jax.run import Factory, Run
-from thundersync_jax.step import roll_out
-from thundersync_jax.tables import Column
-from thundersync_jax.warm_start import POLICY_VERSION, warm_start
+from thundersync_jax.measure import free_runs, replay
+from thundersync_jax.measure.free_runs import FreeRun
+from thundersync_jax.measure.replay import Variant
+from thundersync_jax.run import state
+from thundersync_jax.run.checkpoint import Checkpoints, sha256
+from thundersync_jax.run.run import Factory, Run
+from thundersync_jax.run.step import roll_out
+from thundersync_jax.run.warm_start import POLICY_VERSION, warm_start
+from thundersync_jax.view import tables
+from thundersync_jax.view.display import Display
+from thundersync_jax.view.tables import Column
 
 Tree = Any
 LARGEST_DIFFERENCE = 1e-5  # float32 sums of some hundred terms
@@ -110,7 +112,7 @@ def verify(
                 environment=environment,
             )
     display = Display()
-    variants = comparison.variants(releases, orders)
+    variants = replay.variants(releases, orders)
     with Run(config, workdir, environment, display.line, owner=True) as run:
         with Checkpoints(Path(workdir) / "warm_start", keep=2) as checkpoints:
             params = warm_start(run, run.initial_params(), checkpoints).params
@@ -145,7 +147,7 @@ def _at_equal_points(run, display, variants, now, steps) -> dict[str, Any]:
             updated[name] = _Updated(update(copy, gradient)[0])
         now, _ = update(now, point.gradient)
     for one in updated.values():
-        one.difference = comparison.relative_difference(one.state.params, now.params)
+        one.difference = replay.relative_difference(one.state.params, now.params)
     result = _judge(updated, points)
     _print(display, updated, points, result)
     return result
@@ -154,20 +156,20 @@ def _at_equal_points(run, display, variants, now, steps) -> dict[str, Any]:
 def _compare(run, display, params, variants, step) -> tuple[_Point, dict[str, Tree]]:
     """All variants at one point: the same parameters and trajectories."""
     trajectories, _ = roll_out(run, step, _version(step))
-    batch = comparison.replay(run, params, comparison.in_order(trajectories), "batch")
-    control = comparison.control_difference(
+    batch = replay.replay(run, params, replay.in_order(trajectories), "batch")
+    control = replay.control_difference(
         run, params, trajectories, batch.gradient, seed=step
     )
     point = _Point(
         gradient=batch.gradient,
         gradient_norm=batch.report.gradient_norm,
         control=control,
-        nonzero_groups=comparison.nonzero_groups(batch),
+        nonzero_groups=replay.nonzero_groups(batch),
     )
     gradients = {}
     for variant in variants:
         found = _replayed(run, params, trajectories, variant, step)
-        difference = comparison.relative_difference(found.gradient, batch.gradient)
+        difference = replay.relative_difference(found.gradient, batch.gradient)
         share = found.report.streamed_share
         point.differences[variant.name] = difference
         point.streamed_shares[variant.name] = share
@@ -176,13 +178,13 @@ def _compare(run, display, params, variants, step) -> tuple[_Point, dict[str, Tr
             f"step {step}  {variant.name:<10}  difference {difference:.2e}  control "
             f"{control:.2e}  streamed share {share:.2f}"
         )
-    run.track_baselines(comparison.counting(batch, trajectories))
+    run.track_baselines(replay.counting(batch, trajectories))
     return point, gradients
 
 
 def _replayed(run, params, trajectories, variant: Variant, step):
     events = variant.events(trajectories, run.config.seed, step, run.open_groups)
-    return comparison.replay(run, params, events, variant.release, rush=variant.rush)
+    return replay.replay(run, params, events, variant.release, rush=variant.rush)
 
 
 def _judge(updated: dict[str, _Updated], points: list[_Point]) -> dict[str, Any]:

@@ -7,49 +7,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from thundersync_jax.errors import ConfigError
-
-
-@dataclasses.dataclass(frozen=True)
-class Action:
-    """What the policy did in one turn.
-
-    Attributes:
-      kind: "answer" for plain text, "call" for a tool call, "malformed" for a turn
-        without an end token or with misplaced special tokens.
-      text: What an answer says or a tool is asked, decoded with replacement. Of a call
-        with several arguments their JSON, with one string that string.
-      ids: What was sampled, the end token included; empty where nothing was.
-      name: The tool of a call, empty where the format has one tool without a name.
-      arguments: Of a named call, by name.
-      problem: What is wrong with a malformed call. The policy is told, and the
-        environment does not see it.
-    """
-
-    kind: str
-    text: str
-    ids: tuple[int, ...] = dataclasses.field(default=(), compare=False, repr=False)
-    name: str = ""
-    arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
-    problem: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
-class Observation:
-    """What the environment answers: `text` for the policy, or `done`.
-
-    Attributes:
-      text: Shown to the policy.
-      done: Whether the trajectory ends here.
-      credit: v of the action it answers. Under `loss.turn_credit` "environment" the
-        tokens of that action have the advantage A u + v, where A is their
-        trajectory's; in units of A. Under "none" a run ends at the first one given.
-      weight: u of that action.
-    """
-
-    text: str = ""
-    done: bool = False
-    credit: float = 0.0
-    weight: float = 1.0
+from thundersync_jax.types import Action, Observation
 
 
 class Environment(Protocol):

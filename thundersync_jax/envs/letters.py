@@ -16,11 +16,11 @@ from typing import Literal
 
 import numpy as np
 
+from thundersync_jax.chat.byte_level import BYTES
 from thundersync_jax.config import EnvConfig
+from thundersync_jax.config.settings import check_types
 from thundersync_jax.envs.base import Action, Observation, TaskSet
 from thundersync_jax.errors import ConfigError
-from thundersync_jax.rollout.tokenizer import BYTES
-from thundersync_jax.settings import check_types
 
 _ALPHABET = string.ascii_lowercase
 _MARKS = 2  # special tokens around the text of a prompt or an observation

@@ -14,10 +14,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from thundersync_jax.config import EnvConfig
+from thundersync_jax.config.settings import check_types
 from thundersync_jax.envs import calculator
 from thundersync_jax.envs.base import Action, Observation, TaskSet
 from thundersync_jax.errors import ConfigError
-from thundersync_jax.settings import check_types
 
 TASKS = ("chain_sum", "products", "gcd")
 _CALCULATOR = {

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from thundersync_jax.config import ModelConfig
-from thundersync_jax.models import layers, rotary
+from thundersync_jax.models import layers
+from thundersync_jax.models import layers as rotary
 from thundersync_jax.ops import logprobs
 
 Params = dict

@@ -19,14 +19,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from thundersync_jax.chat.base import Chat
+from thundersync_jax.chat.byte_level import ByteLevel
 from thundersync_jax.config import RolloutConfig
+from thundersync_jax.engines.base import Request, Response
 from thundersync_jax.envs.base import Action, Environment, Observation
-from thundersync_jax.rollout.chat import Chat
-from thundersync_jax.rollout.commands import Commands, Stopped, one_line
-from thundersync_jax.rollout.engine import Request, Response
+from thundersync_jax.errors import one_line
+from thundersync_jax.rollout.commands import Commands, Stopped
 from thundersync_jax.rollout.events import Turn
 from thundersync_jax.rollout.recorder import Recorder
-from thundersync_jax.rollout.render import ByteLevel
 from thundersync_jax.rollout.teacher import Teacher, TurnScorer
 from thundersync_jax.types import (
     LARGEST_REWARD,

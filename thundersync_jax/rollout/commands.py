@@ -5,14 +5,13 @@ cancellation. None of that may stop the trajectory that waits for it, or the poo
 """
 
 import asyncio
-import traceback
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from thundersync_jax.errors import one_line
 from thundersync_jax.types import StopReason
 
 GRACE_SECS = 0.5  # how long a cancelled command may clean up before it is left behind
-_REASON_CHARACTERS = 300  # of an exception's text; reasons are one line
 
 
 class Stopped(Exception):
@@ -84,12 +83,6 @@ class Commands:
         if not task.cancelled():
             # Looked at, or asyncio reports an exception that nobody retrieved.
             task.exception()
-
-
-def one_line(error: BaseException) -> str:
-    """Returns the exception's type and the first line of its text."""
-    text = "".join(traceback.format_exception_only(error)).strip()
-    return text.splitlines()[0][:_REASON_CHARACTERS]
 
 
 async def _awaited(function: Callable[[], Awaitable[Any]]) -> Any:

@@ -20,16 +20,16 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+from thundersync_jax.chat.base import Chat
+from thundersync_jax.chat.byte_level import ByteLevel
 from thundersync_jax.config import RolloutConfig
+from thundersync_jax.engines.base import Engine, RemoteEngine
+from thundersync_jax.engines.driver import connect
 from thundersync_jax.envs.base import Environment
 from thundersync_jax.rollout.agent import Agent
 from thundersync_jax.rollout.batch import Batch, Member
-from thundersync_jax.rollout.chat import Chat
 from thundersync_jax.rollout.commands import GRACE_SECS, Commands, Stopped
-from thundersync_jax.rollout.driver import connect
-from thundersync_jax.rollout.engine import Engine, RemoteEngine
 from thundersync_jax.rollout.events import Completed, Event, Failed, Job, Rewarded
-from thundersync_jax.rollout.render import ByteLevel
 from thundersync_jax.rollout.teacher import MakeTeacher
 from thundersync_jax.rollout.watch import PING_SECS, LoopWatch, end_tasks
 from thundersync_jax.types import Span, StopReason, TrajectoryKey

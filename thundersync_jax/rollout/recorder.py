@@ -10,7 +10,7 @@ from functools import partial
 
 import numpy as np
 
-from thundersync_jax.rollout.engine import Scored
+from thundersync_jax.engines.base import Scored
 from thundersync_jax.types import StopReason, TeacherScores, Trajectory, TrajectoryKey
 
 _NO_CREDIT = (1.0, 0.0)

@@ -13,10 +13,10 @@ from typing import Protocol
 
 import numpy as np
 
-from thundersync_jax.errors import ConfigError
-from thundersync_jax.rollout.commands import Stopped, one_line
-from thundersync_jax.rollout.driver import EngineDriver
-from thundersync_jax.rollout.engine import PassiveEngine, Scored, ScoreRequest
+from thundersync_jax.engines.base import PassiveEngine, Scored, ScoreRequest
+from thundersync_jax.engines.driver import EngineDriver
+from thundersync_jax.errors import ConfigError, one_line
+from thundersync_jax.rollout.commands import Stopped
 from thundersync_jax.rollout.events import Turn
 from thundersync_jax.rollout.recorder import Recorder
 from thundersync_jax.types import StopReason

@@ -1,0 +1,76 @@
+"""How text becomes token ids, and sampled ids become actions: the interface.
+
+A trajectory is appended to and never rendered again: the prompt as a whole once, then
+per turn the ids that were sampled and the ids of what follows them. `render.ByteLevel`
+speaks the byte-level vocabulary, `templates.TemplateChat` that of a model folder.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from thundersync_jax.types import Action, Trajectory
+
+
+class Chat(Protocol):
+    """What the host needs of a tokenizer and the format around it.
+
+    Attributes:
+      stop_ids: The end tokens, any of which ends an action.
+    """
+
+    stop_ids: tuple[int, ...]
+
+    def prompt(self, text: str) -> np.ndarray:
+        """Returns int32[N], the prompt and what the policy acts after."""
+
+    def observation(self, text: str, ended: bool = True) -> np.ndarray:
+        """Returns int32[N], what follows an action: the answer, then the next turn.
+
+        Args:
+          text: The tool's answer.
+          ended: Whether the action ended in one of `stop_ids`. Otherwise the end token
+            is supplied here where the format needs it: observed, so never trained.
+        """
+
+    def action(self, action: Action) -> np.ndarray:
+        """Returns int32[N], what a policy would sample for it, end token included.
+
+        Raises:
+          ValueError: A malformed action, which has no rendering.
+        """
+
+    def parse(self, ids: np.ndarray, stop_ids: Sequence[int]) -> Action:
+        """Reads one sampled turn, int[N] up to and with its end token."""
+
+    def decode(self, ids: np.ndarray) -> str:
+        """Returns text to look at."""
+
+    def special(self, ids: np.ndarray) -> np.ndarray:
+        """Returns bool[N], True at marks that no text becomes."""
+
+    def vocabulary(self) -> dict[str, int]:
+        """Every token by its name."""
+
+
+class Piece(NamedTuple):
+    """A run of tokens alike in being trained and in being special."""
+
+    tokens: int
+    special: bool
+    text: str
+
+
+def pieces(chat: Chat, trajectory: Trajectory) -> list[Piece]:
+    """Cuts a trajectory where its loss mask changes and where special tokens stand."""
+    ids = np.asarray(trajectory.ids)
+    if not len(ids):
+        return []
+    mask = np.asarray(trajectory.loss_mask, bool)
+    special = np.asarray(chat.special(ids), bool)
+    edges = np.flatnonzero((mask[1:] != mask[:-1]) | (special[1:] != special[:-1])) + 1
+    return [
+        Piece(len(part), bool(special[part[0]]), chat.decode(ids[part]))
+        for part in np.split(np.arange(len(ids)), edges)
+    ]

@@ -1,0 +1,321 @@
+"""The chat template of a Hugging Face folder, as a `chat.Chat`.
+
+Only the first prompt is rendered as a whole, equal to what `transformers` renders.
+What follows an action is found by rendering a conversation with a stand-in for it and
+taking the text behind: the tool's message and the next generation prompt. What a
+template would do to earlier turns (thinking removed, whitespace trimmed) therefore
+never happens; a trajectory keeps the tokens that were sampled.
+
+    action       sampled ids <end>
+    observation  text between that <end> and the next action
+
+A template without a role for tools gives their answers the role of the user. Marks such
+as <|im_end|> in a prompt or a tool's answer are text here, never the token, so neither
+can forge a role; that is the one difference from `transformers`.
+"""
+
+import functools
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from thundersync_jax.chat import folder as chat_folder
+from thundersync_jax.chat import tool_calls
+from thundersync_jax.chat.base import Chat
+from thundersync_jax.chat.byte_level import ByteLevel
+from thundersync_jax.errors import ConfigError
+from thundersync_jax.types import Action
+
+Format = Literal["auto", "bytes", "template"]
+Thinking = Literal["default", "on", "off"]
+_STAND_IN = "thestandinforanaction"  # neither trimmed nor escaped by any template
+_ANSWER = "theanswerofatool"
+_GUARD = "\ue000"  # private use: keeps a mark in foreign text from being one
+
+
+def open_chat(
+    folder: str | Path | None,
+    format: Format = "auto",
+    tools: Sequence[Mapping[str, Any]] = (),
+    system: str | None = None,
+    thinking: Thinking = "default",
+) -> Chat:
+    """The chat of a model: its folder's template, or bytes.
+
+    Args:
+      folder: Of the model, None where it comes from nowhere.
+      format: "auto" takes the template where there is one, and bytes where the folder
+        has no tokenizer, or the byte-level one.
+      tools: JSON schemas; bytes have no room for them, nor for a system message.
+      system: The first message, if any.
+      thinking: What templates call enable_thinking.
+
+    Raises:
+      ConfigError: The folder has no template where one is needed, or a template that
+        cannot hold the conversation.
+    """
+    template = folder is not None and chat_folder.template_of(Path(folder), bool(tools))
+    if format == "template" and not template:
+        raise ConfigError(
+            f"chat.format is 'template', but {folder or 'model.path none'} has no chat "
+            "template. Put a chat_template.jinja there or set chat.format to 'bytes'."
+        )
+    if format == "template" or (format == "auto" and template):
+        return TemplateChat(folder, tools, system, thinking)
+    if (
+        format == "auto"
+        and folder is not None
+        and not chat_folder.speaks_bytes(Path(folder))
+    ):
+        raise ConfigError(
+            f"{folder} has a tokenizer and no chat template; expected both, or neither "
+            "for byte-level tokens. Put a chat_template.jinja there, or set "
+            "chat.format to 'bytes' to train it on bytes."
+        )
+    if thinking != "default":
+        bare = format == "auto" and folder is not None
+        found = f", as {folder} has no chat template" if bare else ""
+        raise ConfigError(
+            f"chat.thinking is {thinking!r} with byte-level tokens{found}; only "
+            "templates know it. Set chat.thinking to 'default'"
+            + (", or put the model's tokenizer and template there." if bare else ".")
+        )
+    return ByteLevel()
+
+
+class TemplateChat:
+    """A `chat.Chat` of a folder's tokenizer and chat template.
+
+    Attributes:
+      stop_ids: The folder's end-of-sequence ids, one or several, and what its template
+        ends an assistant's turn with.
+      vocab_size: One more than the largest id.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        tools: Sequence[Mapping[str, Any]] = (),
+        system: str | None = None,
+        thinking: Thinking = "default",
+    ):
+        """Reads the folder and tries the template once.
+
+        Raises:
+          ConfigError: Something is missing, or the template cannot hold the
+            conversation; one line says which and what to do.
+        """
+        self._folder = Path(folder)
+        self._tokenizer = chat_folder.load_tokenizer(self._folder)
+        source = chat_folder.template_of(self._folder, bool(tools))
+        if source is None:
+            raise ConfigError(
+                f"{folder} has no chat template; add chat_template.jinja."
+            )
+        self._tools = [dict(tool) for tool in tools]
+        self._style = tool_calls.style_of(source) if tools else None
+        self._first = [{"role": "system", "content": system}] if system else []
+        settings = chat_folder.special_tokens(self._folder)
+        if thinking != "default":
+            if "enable_thinking" not in source:
+                raise self._refusal(
+                    f"does not know chat.thinking {thinking!r}", "Set it to 'default'"
+                )
+            settings["enable_thinking"] = thinking == "on"
+        settings |= {"tools": self._tools or None, "documents": None}
+        self._template = functools.partial(
+            chat_folder.compiled(source, self._folder), **settings
+        )
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._marks = {t.content: i for i, t in added.items() if t.special}
+        self._special_ids = np.array(sorted(self._marks.values()), np.int64)
+        self.vocab_size = 1 + max(self.vocabulary().values())
+        self._role = self._tool_role()
+        self._end = self._end_mark()
+        self.stop_ids = self._stop_ids()
+        if self._tools and (self._style is None or not self._shows_tools()):
+            raise self._refusal(
+                "shows no tools, and the task has some",
+                "Choose a model whose template knows tools, or a task without",
+            )
+
+    def prompt(self, text: str) -> np.ndarray:
+        """Returns int32[N]; equal to what `transformers` gives for the conversation."""
+        return self._encode(self._render(self._user(self._foreign(text))))
+
+    def observation(self, text: str, ended: bool = True) -> np.ndarray:
+        tail = self._after_action(self._role, self._foreign(text))
+        return self._encode(tail.removeprefix(self._end) if ended else tail)
+
+    def action(self, action: Action) -> np.ndarray:
+        text = action.text
+        if action.kind == "call" and self._style is not None:
+            action = tool_calls.named(action, self._tools)
+            text = tool_calls.write(action.name, action.arguments, self._style)
+        elif action.kind != "answer":
+            raise ValueError(
+                f"an action of kind {action.kind!r} cannot be rendered for "
+                f"{len(self._tools)} tools; expected 'answer', or 'call' with tools. "
+                "Keep the sampled ids of malformed actions."
+            )
+        return self._encode(self._foreign(text) + self._end)
+
+    def parse(self, ids: np.ndarray, stop_ids: Sequence[int]) -> Action:
+        """Reads one sampled turn.
+
+        Returns:
+          The action with its ids; thinking is left out of an answer's text. Without
+          its end token, or with marks inside, it is "malformed" without a `problem`,
+          for the environment to judge.
+        """
+        ids = np.asarray(ids, np.int32)
+        sampled, body = tuple(ids.tolist()), ids[:-1]
+        opened = self._style == "json" and len(body) > 0
+        inside = body[1:] if opened and body[0] == self._python_tag else body
+        if not len(ids) or ids[-1] not in stop_ids or np.any(self.special(inside)):
+            return Action("malformed", self.decode(ids), sampled)
+        action = tool_calls.read(self.decode(body), self._style, self._tools)
+        return Action(
+            action.kind,
+            action.text,
+            sampled,
+            action.name,
+            action.arguments,
+            action.problem,
+        )
+
+    def decode(self, ids: np.ndarray) -> str:
+        """Returns text with all marks; ids that the tokenizer lacks by number.
+
+        Raises:
+          ValueError: A negative id.
+        """
+        parts, known = [], []
+        for token in np.asarray(ids, np.int64).tolist():
+            if token < 0:
+                raise ValueError(
+                    f"token {token} is no id; expected 0 or more. Check what produced "
+                    "it."
+                )
+            if self._tokenizer.id_to_token(token):
+                known.append(token)
+                continue
+            parts += [self._text(known), f"<{token}>"]
+            known = []
+        return "".join([*parts, self._text(known)])
+
+    def special(self, ids: np.ndarray) -> np.ndarray:
+        ids = np.asarray(ids)
+        return np.isin(ids, self._special_ids) | (ids >= self.vocab_size)
+
+    def vocabulary(self) -> dict[str, int]:
+        return self._tokenizer.get_vocab(with_added_tokens=True)
+
+    @property
+    def _python_tag(self) -> int | None:
+        return self._marks.get(tool_calls.PYTHON_TAG)
+
+    def _text(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+    def _user(self, text: str) -> list[dict[str, str]]:
+        return [*self._first, {"role": "user", "content": text}]
+
+    def _render(self, messages: list[dict[str, str]], **settings: Any) -> str:
+        return self._template(
+            messages=messages, **{"add_generation_prompt": True} | settings
+        )
+
+    def _after_action(self, role: str, text: str) -> str:
+        """What stands behind an assistant's turn that a message of the role answers."""
+        turns = [
+            {"role": "assistant", "content": _STAND_IN},
+            {"role": role, "content": text},
+        ]
+        return self._render([*self._user("?"), *turns]).partition(_STAND_IN)[2]
+
+    def _tool_role(self) -> str:
+        """The role of a tool's answer: its own, or the user's where there is none."""
+        error = "it leaves the answer of a tool out"
+        for role in ("tool", "user"):
+            try:
+                if _ANSWER in self._after_action(role, _ANSWER):
+                    return role
+            except ConfigError as refusal:
+                error = str(refusal)
+        raise self._refusal(f"holds no conversation: {error}", "Mend the template")
+
+    def _end_mark(self) -> str:
+        """The special token that ends an assistant's turn."""
+        tail = self._after_action(self._role, _ANSWER)
+        found = [mark for mark in self._marks if tail.startswith(mark)]
+        if not found:
+            raise self._refusal(
+                f"ends an action with {tail[:20]!r}, expected a special token",
+                "Mend the template, or mark that token special in tokenizer.json",
+            )
+        return max(found, key=len)
+
+    def _stop_ids(self) -> tuple[int, ...]:
+        given = chat_folder.read_json(self._folder / "generation_config.json").get(
+            "eos_token_id"
+        )
+        if given is None:
+            eos = chat_folder.special_tokens(self._folder).get("eos_token", self._end)
+            given = self._tokenizer.token_to_id(eos)
+            if given is None:
+                raise ConfigError(
+                    f"the end token {eos!r} of {self._folder} has no id; expected a "
+                    "token of its tokenizer.json. Correct tokenizer_config.json."
+                )
+        ids = given if isinstance(given, list) else [given]
+        for token in ids:
+            known = type(token) is int and 0 <= token < self.vocab_size
+            if not known:
+                raise ConfigError(
+                    f"the end token {token!r} of {self._folder} is no id, expected 0 "
+                    f"to {self.vocab_size - 1}. Correct eos_token_id in "
+                    "generation_config.json."
+                )
+        return tuple(dict.fromkeys([*ids, self._marks[self._end]]))
+
+    def _shows_tools(self) -> bool:
+        messages = self._user("?")
+        return self._render(messages) != self._render(messages, tools=None)
+
+    def _foreign(self, text: str) -> str:
+        """Text of others: its marks made harmless, what UTF-8 cannot hold as "?"."""
+        text = text.encode("utf-8", errors="replace").decode().replace(_GUARD, "?")
+        return self._any_mark.sub(lambda m: m[0][0] + _GUARD + m[0][1:], text)
+
+    def _encode(self, text: str) -> np.ndarray:
+        """The ids of rendered text; the template has put its own first token there."""
+        if _GUARD not in text:
+            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+            return np.asarray(ids, np.int32)
+        ids = []
+        for part in re.split(f"({self._any_mark.pattern})", text):
+            if part in self._marks:
+                ids.append(self._marks[part])
+            else:
+                plain = part.replace(_GUARD, "")
+                ids += self._plain.encode(plain, add_special_tokens=False).ids
+        return np.asarray(ids, np.int32)
+
+    @functools.cached_property
+    def _any_mark(self) -> re.Pattern:
+        longest = sorted(self._marks, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest)) or "(?!)")
+
+    @functools.cached_property
+    def _plain(self) -> Any:
+        """The tokenizer to which marks are text."""
+        plain = chat_folder.load_tokenizer(self._folder)
+        plain.encode_special_tokens = True
+        return plain
+
+    def _refusal(self, problem: str, way_out: str) -> ConfigError:
+        return ConfigError(f"the chat template of {self._folder} {problem}. {way_out}.")

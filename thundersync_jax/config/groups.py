@@ -1,0 +1,309 @@
+"""The settings of rollouts, environments, engines, meshes and of a run's rhythm.
+
+Frozen dataclasses, each checked by itself as it is built.
+"""
+
+import dataclasses
+import itertools
+from typing import Any, Literal
+
+from thundersync_jax.config.checks import (
+    at_least_zero,
+    check_servers,
+    effective,
+    positive,
+    require,
+    share,
+)
+from thundersync_jax.config.settings import check_types, is_frozen_dataclass
+
+Release = Literal["batch", "group", "trajectory", "turn"]
+Accumulator = Literal["plain", "exact"]
+PartialGroups = Literal["drop", "keep", "fail"]
+UniformGroups = Literal["keep", "drop", "replace"]
+LatencyKind = Literal["none", "constant", "lognormal", "straggler"]
+CutActions = Literal["end", "run"]
+Sampler = Literal["own_device", "shared"]
+TeacherDevice = Literal["own_device", "sampler"]
+SharePrompt = Literal["no", "group"]
+ChatFormat = Literal["auto", "bytes", "template"]
+Thinking = Literal["default", "on", "off"]
+PublishedDtype = Literal["float32", "bfloat16"]
+
+MOST_STOP_IDS = 8  # what a turn may name in engines/generation.py
+_MIN_SLOTS = 4  # smaller decode batches compile to other programs: other sampled ids
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutConfig:
+    """How trajectories are sampled, and when they are given up."""
+
+    groups_per_step: int = 16  # prompts per step
+    group_size: int = 8  # trajectories per prompt
+    slots: int = 32  # decode slots: trajectories alive at a time
+    decode_steps_per_call: int = 8  # tokens per slot and decode call
+    temperature: float = 1.0  # of sampling and of the trained log-probabilities
+    context_tokens: int = 96  # longest trajectory, prompt included
+    turn_tokens: int = 24  # longest action
+    turns: int = 3  # most actions of a trajectory
+    stop_ids: tuple[int, ...] | None = None  # end an action; none: the tokenizer's
+    cut_actions: CutActions = "end"  # at the token limit: end the trajectory, or run it
+    prefill_buckets: tuple[int, ...] = (16, 32, 96)  # padded lengths of new tokens
+    gradient_buckets: tuple[int, ...] = (48, 64, 96)  # padded lengths of trajectories
+    segment_buckets: tuple[int, ...] = ()  # of turns and shared prompts; (): gradient's
+    command_timeout_secs: float = 10.0  # deadline of one environment step
+    trajectory_timeout_secs: float = 60.0  # deadline of one trajectory
+    verify_timeout_secs: float = 10.0  # deadline of one verification
+    step_timeout_secs: float = 300.0  # deadline of all rollouts of a step
+    verify_concurrency: int = 32  # verifications running at a time
+    attempts: int = 1  # tries of a trajectory whose environment fails
+    failed_share_limit: float = 0.5  # larger shares of failed members stop the run
+    mismatch_warning: float = 0.1  # nats; mean |log-ratio| above it is said
+    replacement_groups: int | None = None  # most per step; none: as many as a step has
+
+    def __post_init__(self):
+        check_types(self, "rollout.")
+        sizes = ["groups_per_step", "group_size", "slots", "decode_steps_per_call"]
+        sizes += ["temperature", "context_tokens", "turn_tokens", "turns"]
+        sizes += ["command_timeout_secs", "trajectory_timeout_secs"]
+        sizes += ["verify_timeout_secs", "step_timeout_secs"]
+        sizes += ["verify_concurrency", "attempts", "mismatch_warning"]
+        positive(self, "rollout.", sizes)
+        share(self, "rollout.", ["failed_share_limit"])
+        if self.replacement_groups is not None:
+            positive(self, "rollout.", ["replacement_groups"])
+        require(
+            self.slots >= _MIN_SLOTS,
+            f"rollout.slots is {self.slots}",
+            f"at least {_MIN_SLOTS}: smaller batches sample other ids",
+            f"Set rollout.slots to {_MIN_SLOTS}.",
+        )
+        require(
+            self.turn_tokens < self.context_tokens,
+            f"rollout.turn_tokens is {self.turn_tokens} with rollout.context_tokens "
+            f"{self.context_tokens}",
+            "room for a prompt beside an action",
+            "Lower rollout.turn_tokens or raise rollout.context_tokens.",
+        )
+        ids = self.stop_ids or ()
+        require(
+            len(set(ids)) == len(ids) <= MOST_STOP_IDS and min(ids, default=0) >= 0,
+            f"rollout.stop_ids is {ids}",
+            f"at most {MOST_STOP_IDS} different ids, none below 0",
+            "Set rollout.stop_ids to none, for the tokenizer's own end tokens.",
+        )
+        for name in ("prefill_buckets", "gradient_buckets", "segment_buckets"):
+            buckets = getattr(self, name)
+            if buckets or name != "segment_buckets":
+                _check_buckets(name, buckets, self.context_tokens)
+
+    @property
+    def segment_lengths(self) -> tuple[int, ...]:
+        """Padded lengths of turns and of shared prompts."""
+        return self.segment_buckets or self.gradient_buckets
+
+    @property
+    def most_action_tokens(self) -> int:
+        """A bound on the sampled tokens of a trajectory."""
+        return min(self.turns * self.turn_tokens, self.context_tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class LatencyConfig:
+    """Time added to a call. `EnvConfig` checks it, since it knows the full name."""
+
+    kind: LatencyKind = "none"  # none: nobody waits; straggler: member 0 alone
+    median_secs: float = 0.0  # that constant, or the median of the lognormal
+    sigma: float = 0.0  # of the lognormal: standard deviation of the logarithm
+
+
+@dataclasses.dataclass(frozen=True)
+class EnvConfig:
+    """Which tasks, and how long their tools and verifiers take."""
+
+    factory: str = "thundersync_jax.envs.reasoning:make"  # module:function of the tasks
+    options: Any = None  # a frozen dataclass that the factory reads; none: its own
+    tool_latency: LatencyConfig = LatencyConfig()  # added to every tool call
+    verify_latency: LatencyConfig = LatencyConfig()  # added to every verification
+
+    def __post_init__(self):
+        check_types(self, "env.")
+        module, _, function = self.factory.partition(":")
+        names = [*module.split("."), function]
+        require(
+            all(name.isidentifier() for name in names),
+            f"env.factory is {self.factory!r}",
+            "an import path module:function",
+            "Write it like thundersync_jax.envs.reasoning:make.",
+        )
+        if self.options is not None:
+            require(
+                is_frozen_dataclass(self.options),
+                f"env.options is {self.options!r}",
+                "an instance of a frozen dataclass, or none",
+                "Declare its class with @dataclasses.dataclass(frozen=True).",
+            )
+            check_types(self.options, "env.options.")
+        for name in ("tool_latency", "verify_latency"):
+            _check_latency(f"env.{name}.", getattr(self, name))
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """Where the learner and the sampler run."""
+
+    replica: int = 1  # learner copies that work on their own trajectories
+    fsdp: int = 1  # devices of a replica that share parameters and tokens
+    tensor: int = 1  # devices of a replica that share heads and hidden units
+    sampler: Sampler = "own_device"  # the sampler's device: its own, or the learner's
+    sampler_devices: int = 1  # of its own, which share the slots; servers need none
+    rows_per_call: int = 8  # trajectories of a call: final or of equal reward; exact: 1
+
+    def __post_init__(self):
+        check_types(self, "mesh.")
+        positive(self, "mesh.", ["replica", "fsdp", "tensor", "rows_per_call"])
+        positive(self, "mesh.", ["sampler_devices"])
+        require(
+            self.sampler == "own_device" or self.sampler_devices == 1,
+            f"mesh.sampler_devices is {self.sampler_devices} with mesh.sampler "
+            f"{self.sampler!r}",
+            "1: a shared sampler has the learner's first device",
+            "Set mesh.sampler to 'own_device' or mesh.sampler_devices to 1.",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatConfig:
+    """How text becomes token ids, and ids become actions."""
+
+    format: ChatFormat = "auto"  # auto: the model folder's template if it has one
+    system: str | None = None  # first message; none: the task set's, if it has one
+    thinking: Thinking = "default"  # of templates that know the switch
+
+    def __post_init__(self):
+        check_types(self, "chat.")
+
+
+@dataclasses.dataclass(frozen=True)
+class VLLMConfig:
+    """Servers that sample in place of the in-process engine."""
+
+    servers: tuple[str, ...] = ()  # as http://localhost:8000; (): no servers
+    weights_dir: str | None = None  # the folder that they serve, and reload
+    dtype: PublishedDtype = "float32"  # of the weights there: the servers' --dtype
+    request_timeout_secs: float = 60.0  # deadline of one try of a turn
+    attempts: int = 2  # tries of a turn, each on another server where there is one
+    publish_timeout_secs: float = 300.0  # deadline of one server's reload
+    probe_tolerance: float | None = None  # nats; none: 1e-4 of float32, 0.3 of bfloat16
+
+    def __post_init__(self):
+        check_types(self, "vllm.")
+        positive(self, "vllm.", ["request_timeout_secs", "attempts"])
+        positive(self, "vllm.", ["publish_timeout_secs"])
+        names = [field.name for field in dataclasses.fields(self)][1:]
+        effective(self, "vllm.", names, "servers")
+        if self.probe_tolerance is not None:
+            positive(self, "vllm.", ["probe_tolerance"])
+        check_servers("vllm.servers", self.servers)
+        require(
+            not self.servers or self.weights_dir is not None,
+            f"vllm.servers is {self.servers} with vllm.weights_dir none",
+            "the folder that the servers serve: new weights are written there",
+            "Set vllm.weights_dir.",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class TeacherConfig:
+    """Which policy `loss.distill` pulls towards, and where it scores."""
+
+    workdir: str | None = None  # of the run whose newest policy it is
+    config: str | None = None  # FILE.py[:variant] that makes such a run where none is
+    device: TeacherDevice = "own_device"  # its own, or the sampler's
+    buckets: tuple[int, ...] = ()  # padded lengths of a turn; (): rollout's prefill's
+    servers: tuple[str, ...] = ()  # vLLM servers that score; (): in this process
+    path: str | None = None  # the folder that they serve; none: as they say
+    request_timeout_secs: float = 60.0  # of one try of scoring a turn by a server
+
+    def __post_init__(self):
+        check_types(self, "teacher.")
+        effective(self, "teacher.", ["config", "device", "buckets"], "workdir")
+        effective(self, "teacher.", ["path", "request_timeout_secs"], "servers")
+        positive(self, "teacher.", ["request_timeout_secs"])
+        check_servers("teacher.servers", self.servers)
+        require(
+            not (self.servers and self.workdir),
+            f"teacher.workdir is {self.workdir!r} with teacher.servers {self.servers}",
+            "one teacher: a run's policy, or what servers serve",
+            "Set teacher.workdir to none or leave teacher.servers out.",
+        )
+
+    @property
+    def given(self) -> bool:
+        """Whether there is a teacher."""
+        return self.workdir is not None or bool(self.servers)
+
+
+@dataclasses.dataclass(frozen=True)
+class WarmStartConfig:
+    """Supervised steps on demonstrations that give RL its first signal."""
+
+    steps: int = 0  # most supervised steps; 0: no warm start
+    batch_size: int = 64  # demonstrations per supervised step
+    learning_rate: float = 3e-3  # of the supervised steps
+    target_success: float = 0.4  # stop at this sampled held-out success
+    check_every_steps: int = 25  # supervised steps between two measurements
+    check_questions: int = 128  # held-out questions per measurement
+
+    def __post_init__(self):
+        check_types(self, "warm_start.")
+        at_least_zero(self, "warm_start.", ["steps"])
+        sizes = ["batch_size", "learning_rate", "check_every_steps", "check_questions"]
+        positive(self, "warm_start.", sizes)
+        share(self, "warm_start.", ["target_success"])
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationConfig:
+    """Held-out evaluation, sampled at the training temperature."""
+
+    questions: int = 200  # held-out questions
+    every_steps: int = 20  # steps between two evaluations; 0: only before and after
+    samples: int = 1  # answers per question
+
+    def __post_init__(self):
+        check_types(self, "evaluation.")
+        positive(self, "evaluation.", ["questions", "samples"])
+        at_least_zero(self, "evaluation.", ["every_steps"])
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+    """When the state of the run is saved."""
+
+    every_steps: int = 10  # steps between two checkpoints; the last is always saved
+    keep: int = 2  # newest checkpoints kept
+
+    def __post_init__(self):
+        check_types(self, "checkpoint.")
+        positive(self, "checkpoint.", ["every_steps", "keep"])
+
+
+def _check_latency(prefix: str, latency: LatencyConfig) -> None:
+    check_types(latency, prefix)
+    at_least_zero(latency, prefix, ["median_secs", "sigma"])
+    if latency.kind != "none":
+        way_out = f"Turn it off with {prefix}kind='none'."
+        positive(latency, prefix, ["median_secs"], way_out)
+
+
+def _check_buckets(name: str, buckets: tuple[int, ...], context_tokens: int) -> None:
+    require(
+        bool(buckets)
+        and buckets[0] > 0
+        and all(a < b for a, b in itertools.pairwise(buckets))
+        and buckets[-1] >= context_tokens,
+        f"rollout.{name} is {buckets} with rollout.context_tokens {context_tokens}",
+        f"ascending lengths, the last at least {context_tokens}",
+        f"Let rollout.{name} end in {context_tokens}.",
+    )

@@ -1,0 +1,136 @@
+"""The settings of the loss and of the update."""
+
+import dataclasses
+from typing import Literal, get_args
+
+from thundersync_jax.config.checks import (
+    at_least_zero,
+    below,
+    effective,
+    positive,
+    require,
+    share,
+)
+from thundersync_jax.config.settings import check_types
+from thundersync_jax.types import LARGEST_REWARD
+
+Aggregation = Literal["sequence_mean", "token_mean", "constant"]
+Advantage = Literal[
+    *("mean_std", "mean_only", "leave_one_out", "leave_one_out_std"),
+    *("batch_mean_std", "pass_at_k", "fixed_baseline", "tracked_baseline"),
+    "none",
+]
+KLEstimator = Literal["k1", "k2", "k3"]
+TurnCredit = Literal["none", "environment"]
+Distill = Literal[
+    *("none", "sampled_reverse_kl", "reverse_kl", "forward_kl", "jensen_shannon")
+]
+ADVANTAGES: tuple[str, ...] = get_args(Advantage)
+DISTILL: tuple[str, ...] = get_args(Distill)[1:]
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimConfig:
+    """AdamW, once per step."""
+
+    learning_rate: float = 1e-3  # after the warm-up; 0 leaves the policy as it is
+    warmup_steps: int = 0  # steps of linear warm-up from 0
+    weight_decay: float = 0.0  # decoupled, per unit of learning rate
+    b1: float = 0.9  # decay of the first moment
+    b2: float = 0.95  # decay of the second moment
+    clip_norm: float | None = 1.0  # largest global gradient norm; none: no clipping
+
+    def __post_init__(self):
+        check_types(self, "optim.")
+        at_least_zero(self, "optim.", ["learning_rate", "warmup_steps"])
+        at_least_zero(self, "optim.", ["weight_decay"])
+        for name in ("b1", "b2"):
+            value = getattr(self, name)
+            require(
+                0 <= value < 1,
+                f"optim.{name} is {value}",
+                "at least 0 and below 1",
+                f"Set optim.{name} to 0.9 or the like.",
+            )
+        if self.clip_norm is not None:
+            positive(self, "optim.", ["clip_norm"], "Turn clipping off with none.")
+
+
+@dataclasses.dataclass(frozen=True)
+class LossConfig:
+    """How tokens, trajectories and rewards are weighed; README has the equations."""
+
+    aggregation: Aggregation = "sequence_mean"  # over tokens; README has the numbers
+    constant: float | None = None  # the divisor of aggregation "constant", in tokens
+    advantage: Advantage = "mean_std"  # of rewards; none: no reward is in the loss
+    distill: Distill = "none"  # divergence to a teacher per sampled token
+    distill_coef: float = 1.0  # its weight beside the advantages
+    distill_top_k: int | None = None  # teacher's ids, the rest as one; none: all ids
+    std_ddof: int = 0  # of the std estimators: 0 population, 1 sample deviation
+    std_eps: float = 1e-6  # of the std estimators: added to the deviation, in rewards
+    pass_k: int = 4  # of pass_at_k: attempts of which one has to succeed
+    baseline: float = 0.0  # reward of fixed_baseline; tracked_baseline begins with it
+    baseline_decay: float = 0.9  # of tracked_baseline: weight of the past per step
+    kl_coef: float = 0.0  # weight of the KL to the policy after the warm start
+    kl_estimator: KLEstimator = "k3"  # of that KL's value; its gradient is always right
+    entropy_coef: float = 0.0  # weight of the entropy bonus, per nat
+    length_penalty: float = 0.0  # reward that the longest possible trajectory loses
+    length_free_tokens: int = 0  # sampled tokens up to which a trajectory loses none
+    importance_cap: float | None = None  # of learner over sampler per token; none: off
+    turn_credit: TurnCredit = "none"  # a turn's own credit: refused, or as it is given
+
+    def __post_init__(self):
+        check_types(self, "loss.")
+        require(
+            self.aggregation != "constant" or self.constant is not None,
+            "loss.constant is none with loss.aggregation 'constant'",
+            "the number of tokens to divide by",
+            "Set loss.constant, usually to rollout.context_tokens.",
+        )
+        require(
+            self.std_ddof in (0, 1),
+            f"loss.std_ddof is {self.std_ddof}",
+            "0 (population) or 1 (sample)",
+            "Set loss.std_ddof to 0.",
+        )
+        share(self, "loss.", ["baseline_decay"])
+        at_least_zero(self, "loss.", ["std_eps", "kl_coef", "entropy_coef"])
+        at_least_zero(self, "loss.", ["length_penalty", "length_free_tokens"])
+        sizes = ["baseline", "kl_coef", "entropy_coef", "length_penalty"]
+        sizes += ["distill_coef"]
+        below(self, "loss.", sizes, LARGEST_REWARD)
+        if self.constant is not None:
+            positive(self, "loss.", ["constant"])
+        if self.importance_cap is not None:
+            positive(self, "loss.", ["importance_cap"], "Turn it off with none.")
+        positive(self, "loss.", ["distill_coef"], "Turn it off with distill='none'.")
+        if self.distill_top_k is not None:
+            positive(self, "loss.", ["distill_top_k"])
+        require(
+            self.advantage != "none" or self.distill != "none",
+            f"loss.advantage is 'none' with loss.distill {self.distill!r}",
+            "something to learn from: rewards, or a teacher",
+            "Set loss.distill to 'sampled_reverse_kl' or loss.advantage to 'mean_std'.",
+        )
+        std = ("mean_std", "leave_one_out_std", "batch_mean_std")
+        effective(self, "loss.", ["constant"], "aggregation", ("constant",))
+        effective(self, "loss.", ["std_ddof", "std_eps"], "advantage", std)
+        effective(self, "loss.", ["pass_k"], "advantage", ("pass_at_k",))
+        prior = ("fixed_baseline", "tracked_baseline")
+        effective(self, "loss.", ["baseline"], "advantage", prior)
+        effective(self, "loss.", ["baseline_decay"], "advantage", prior[1:])
+        effective(self, "loss.", ["kl_estimator"], "kl_coef")
+        effective(self, "loss.", ["length_free_tokens"], "length_penalty")
+        whole = ("reverse_kl", "forward_kl", "jensen_shannon")
+        effective(self, "loss.", ["distill_coef"], "distill", (*DISTILL[:1], *whole))
+        effective(self, "loss.", ["distill_top_k"], "distill", whole)
+        rewarded = tuple(name for name in ADVANTAGES if name != "none")
+        names = ["length_penalty", "turn_credit", "importance_cap"]
+        effective(self, "loss.", [*names, "distill_coef"], "advantage", rewarded)
+
+    @property
+    def has_additive(self) -> bool:
+        """Whether the loss has a part that no advantage multiplies."""
+        credit = self.turn_credit == "environment"
+        distills = self.distill != "none"
+        return bool(self.kl_coef or self.entropy_coef or credit or distills)

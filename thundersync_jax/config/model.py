@@ -1,0 +1,99 @@
+"""The settings of the model: its shape, and how it computes.
+
+With `model.path` the shape is that of a Hugging Face folder (`model_folder.py`), read
+as the settings are made; weights are read later.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from thundersync_jax.config import model_folder
+from thundersync_jax.config.checks import positive, require
+from thundersync_jax.config.rope import RopeScaling
+from thundersync_jax.config.settings import check_types
+
+ComputeDtype = Literal["float32", "bfloat16", "float64"]
+MatmulPrecision = Literal["default", "high", "highest"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """A decoder of the Qwen and Llama family.
+
+    A `path` decides every field of `SHAPE`, whatever else was given for it: replacing
+    the path replaces the shape, and `path=None` keeps the shape alone.
+    """
+
+    path: str | None = None  # a Hugging Face folder: its shape and its weights
+    vocab_size: int = 264  # rows of the embedding; the byte-level ids need 262
+    layers: int = 2  # decoder layers, stacked and scanned
+    width: int = 64  # size of the residual stream
+    mlp_width: int = 192  # hidden units of the SwiGLU
+    heads: int = 4  # query heads
+    kv_heads: int = 4  # key and value heads; fewer than heads is grouped-query
+    head_dim: int = 16  # size of one head; even, RoPE turns pairs
+    rope_theta: float = 10_000.0  # base of the rotary frequencies
+    rope: RopeScaling = dataclasses.field(default_factory=RopeScaling)
+    norm_eps: float = 1e-6  # added to the mean square in RMSNorm
+    qk_norm: bool = False  # RMSNorm on queries and keys, as in Qwen3
+    attention_bias: bool = False  # biases on q, k and v, as in Qwen2
+    tied_embeddings: bool = True  # the head is the transposed embedding
+    dtype: ComputeDtype = "float32"  # activations; the master weights are float32
+    logprob_chunk_tokens: int = 512  # tokens whose logits exist at a time
+    matmul_precision: MatmulPrecision = "highest"  # of float32 products on TPU and GPU
+
+    def __post_init__(self):
+        if isinstance(self.path, str):
+            for name, value in model_folder.architecture(self.path).items():
+                object.__setattr__(self, name, value)
+        if isinstance(self.rope, Mapping):  # as config.json of a work directory has it
+            object.__setattr__(self, "rope", RopeScaling(**self.rope))
+        check_types(self, "model.")
+        sizes = ["vocab_size", "layers", "width", "mlp_width", "heads", "kv_heads"]
+        sizes += ["head_dim", "logprob_chunk_tokens", "rope_theta", "norm_eps"]
+        positive(self, "model.", sizes)
+        require(
+            self.heads % self.kv_heads == 0,
+            f"model.heads is {self.heads} with model.kv_heads {self.kv_heads}",
+            "a multiple: every key head serves the same number of query heads",
+            f"Set model.kv_heads to a divisor of {self.heads}.",
+        )
+        require(
+            self.head_dim % 2 == 0,
+            f"model.head_dim is {self.head_dim}",
+            "an even number, since RoPE turns pairs",
+            f"Set model.head_dim to {self.head_dim + 1}.",
+        )
+
+
+# What a folder's config.json decides.
+SHAPE = (
+    "vocab_size",
+    "layers",
+    "width",
+    "mlp_width",
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "rope_theta",
+    "rope",
+    "norm_eps",
+    "qk_norm",
+    "attention_bias",
+    "tied_embeddings",
+)
+
+
+def is_shape(name: str) -> bool:
+    """Whether a folder decides the setting of this name, as model.width."""
+    group, _, field = name.partition(".")
+    return group == "model" and field.partition(".")[0] in SHAPE
+
+
+def from_dict(saved: Mapping[str, Any]) -> ModelConfig:
+    """The model of a saved `config_dict`, its shape as it was then.
+
+    The folder that it came from is not read, it may be gone: `path` is None.
+    """
+    return ModelConfig(**{**saved, "path": None})

@@ -1,0 +1,246 @@
+"""The config.json of a Hugging Face folder: read into a model's shape, and written.
+
+Dense Qwen 2, 2.5 and 3 and Llama 3 only. What such a file can ask for and this package
+does not compute is refused by its name in the file. Weights are in `hf/weights.py`.
+"""
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from thundersync_jax.config.checks import require
+from thundersync_jax.config.rope import RopeScaling
+from thundersync_jax.errors import ConfigError
+
+CONFIG_FILE = "config.json"
+SIZES = {
+    "vocab_size": "vocab_size",
+    "layers": "num_hidden_layers",
+    "width": "hidden_size",
+    "mlp_width": "intermediate_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+}
+_KINDS = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
+# Fields of RopeScaling and their names in the file, per kind.
+ROPE_NAMES = {
+    "none": {},
+    "linear": {"factor": "factor"},
+    "llama3": {
+        "factor": "factor",
+        "original_tokens": "original_max_position_embeddings",
+        "low_freq_factor": "low_freq_factor",
+        "high_freq_factor": "high_freq_factor",
+    },
+    "yarn": {
+        "factor": "factor",
+        "original_tokens": "original_max_position_embeddings",
+        "beta_fast": "beta_fast",
+        "beta_slow": "beta_slow",
+        "attention_factor": "attention_factor",
+        "truncate": "truncate",
+    },
+}
+
+
+class Family(NamedTuple):
+    """What the architecture's name says and config.json does not."""
+
+    model_type: str
+    qk_norm: bool
+    attention_bias: bool  # on queries, keys and values, never on the output
+    head_dim: int | None  # where the file has none; None: the width over the heads
+
+
+FAMILIES = {
+    "LlamaForCausalLM": Family("llama", False, False, None),
+    "Qwen2ForCausalLM": Family("qwen2", False, True, None),
+    "Qwen3ForCausalLM": Family("qwen3", True, False, 128),
+}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object of a folder.
+
+    Raises:
+      ConfigError: There is no such file, or it is none.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        why = "there is none" if isinstance(error, FileNotFoundError) else error
+        raise ConfigError(
+            f"{path} was to be read, but {why}; expected a file of a Hugging Face "
+            "folder. Let model.path name a complete one (hf download NAME --local-dir "
+            "DIR makes one)."
+        ) from error
+    require(
+        isinstance(value, dict),
+        f"{path} holds a {type(value).__name__}",
+        "a JSON object",
+        "Download the folder again.",
+    )
+    return value
+
+
+def architecture(folder: str | os.PathLike) -> dict[str, Any]:
+    """The fields of `ModelConfig` that a folder decides, with their values.
+
+    Raises:
+      ConfigError: There is no config.json, or it asks for something else than the dense
+        families; the line names what and where.
+    """
+    path = Path(folder).expanduser() / CONFIG_FILE
+    return Reader(path, read_json(path)).fields()
+
+
+class Reader:
+    """One config.json while it is read."""
+
+    def __init__(self, path: Path, values: Mapping[str, Any]):
+        self._path = path
+        self._values = values
+
+    def fields(self) -> dict[str, Any]:
+        name = self._architecture()
+        family = FAMILIES[name]
+        self._refuse(family)
+        sizes = {
+            field: self.number(self._values, key)
+            for field, key in SIZES.items()
+            if field not in ("kv_heads", "head_dim")
+        }
+        heads, width = sizes["heads"], sizes["width"]
+        if family.model_type == "llama":
+            sizes["kv_heads"] = self.number(self._values, SIZES["kv_heads"], heads)
+        else:
+            sizes["kv_heads"] = self.number(self._values, SIZES["kv_heads"])
+        own_head_dim = family.head_dim or width // max(heads, 1)
+        sizes["head_dim"] = self.number(self._values, "head_dim", own_head_dim)
+        theta, rope = self._rope()
+        return {
+            **sizes,
+            "rope_theta": theta,
+            "rope": rope,
+            "norm_eps": self.number(self._values, "rms_norm_eps", 1e-6),
+            "qk_norm": family.qk_norm,
+            "attention_bias": family.attention_bias,
+            "tied_embeddings": self._flag("tie_word_embeddings"),
+        }
+
+    def _architecture(self) -> str:
+        found = self._values.get("architectures") or []
+        kind = self._values.get("model_type")
+        for name, family in FAMILIES.items():
+            if kind == family.model_type and found in ([], [name]):
+                return name
+        raise self._refusal(
+            f"architectures {found} and model_type {kind!r}",
+            " or ".join(FAMILIES),
+            "Name the folder of a dense Qwen 2, 2.5 or 3 or Llama 3 model.",
+        )
+
+    def _refuse(self, family: Family) -> None:
+        """What changes the numbers and is not computed."""
+        values, other = self._values, "Name the folder of another model."
+        absent = ["quantization_config", "dual_chunk_attention_config"]
+        off = ["mlp_bias", "use_sliding_window"]
+        if not family.attention_bias:  # of these two it biases the output as well
+            off.append("attention_bias")
+        for key in absent:
+            if values.get(key) is not None:
+                raise self._refusal(f"{key} {values[key]!r}", "none", other)
+        for key in off:
+            if self._flag(key):
+                raise self._refusal(f"{key} true", "false", other)
+        for key, only in (("hidden_act", "silu"), ("partial_rotary_factor", 1.0)):
+            if values.get(key) not in (None, only):
+                raise self._refusal(f"{key} {values[key]!r}", repr(only), other)
+        kinds = values.get("layer_types") or []
+        for kind in kinds:
+            if kind != "full_attention":
+                raise self._refusal(
+                    f"layer_types with {kind!r}", "'full_attention' alone", other
+                )
+
+    def _rope(self) -> tuple[float, RopeScaling]:
+        values = self._values
+        spelled = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
+        given = values.get(spelled) or {}
+        if not isinstance(given, dict):
+            raise self._refusal(f"{spelled} {given!r}", "an object", "Correct it.")
+        type_name = given.get("rope_type", given.get("type", "default"))
+        if type_name not in _KINDS:
+            raise self._refusal(
+                f"{spelled} of type {type_name!r}",
+                "one of " + ", ".join(_KINDS),
+                "Name the folder of another model, or take the scaling out of the file "
+                "where shorter contexts are enough.",
+            )
+        kind = _KINDS[type_name]
+        names = ROPE_NAMES[kind]
+        inside = {key: value for key, value in given.items() if value is not None}
+        rest = inside.keys() - {"rope_type", "type", "rope_theta", *names.values()}
+        if inside.get("partial_rotary_factor") == 1.0:
+            rest -= {"partial_rotary_factor"}
+        if kind == "yarn":
+            rest -= {"mscale", "mscale_all_dim"}
+        if rest:
+            raise self._refusal(
+                f"{spelled} with {min(rest)} {inside[min(rest)]!r}",
+                f"none beside {', '.join(['rope_theta', *names.values()])}",
+                "Name the folder of another model.",
+            )
+        theta = self.number(inside, "rope_theta", values.get("rope_theta") or 10_000.0)
+        return float(theta), self._scaling(kind, inside)
+
+    def _scaling(self, kind: str, inside: Mapping[str, Any]) -> RopeScaling:
+        inside = dict(inside)
+        if "original_tokens" in ROPE_NAMES[kind]:
+            key = "original_max_position_embeddings"
+            most = self._values.get("max_position_embeddings")
+            inside[key] = self._values.get(key) or inside.get(key) or most
+        if {"mscale", "mscale_all_dim"} <= inside.keys():
+            log = 0.1 * math.log(max(self.number(inside, "factor"), 1))
+            both = ("mscale", "mscale_all_dim")
+            above, below = (self.number(inside, key) * log + 1 for key in both)
+            inside.setdefault("attention_factor", above / below)
+        fields = {}
+        defaults = {f.name: f.default for f in dataclasses.fields(RopeScaling)}
+        for field, key in ROPE_NAMES[kind].items():
+            optional = kind == "yarn" and field not in ("factor", "original_tokens")
+            if optional and inside.get(key) is None:
+                continue
+            if isinstance(defaults[field], bool):
+                fields[field] = inside[key]
+            else:
+                fields[field] = self.number(inside, key)
+        try:
+            return RopeScaling(kind, **fields)
+        except ConfigError as error:
+            raise ConfigError(f"{self._path}: {error}") from error
+
+    def number(self, values: Mapping[str, Any], key: str, default: Any = None) -> Any:
+        value = values.get(key)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self._refusal(
+                f"{key} {'none' if value is None else repr(value)}",
+                "a number",
+                "Download the folder again.",
+            )
+        return value
+
+    def _flag(self, key: str) -> bool:
+        value = self._values.get(key)
+        if value not in (None, False, True):
+            raise self._refusal(f"{key} {value!r}", "true or false", "Correct it.")
+        return bool(value)
+
+    def _refusal(self, found: str, expected: str, way_out: str) -> ConfigError:
+        return ConfigError(f"{self._path} has {found}, expected {expected}. {way_out}")

@@ -1,0 +1,377 @@
+"""`Config`, the settings of a run, and what its groups have to agree on.
+
+A config file is Python with `get_config(variant: str | None = None) -> Config`; a
+variant is `dataclasses.replace` on a base. What a group of settings knows by itself it
+checks by itself (`config/groups.py`). Nothing here touches a device.
+"""
+
+import dataclasses
+import os
+from dataclasses import field
+
+from thundersync_jax.config.checks import at_least_zero, positive, require
+from thundersync_jax.config.groups import (
+    Accumulator,
+    ChatConfig,
+    CheckpointConfig,
+    EnvConfig,
+    EvaluationConfig,
+    MeshConfig,
+    PartialGroups,
+    Release,
+    RolloutConfig,
+    SharePrompt,
+    TeacherConfig,
+    UniformGroups,
+    VLLMConfig,
+    WarmStartConfig,
+)
+from thundersync_jax.config.loss import LossConfig, OptimConfig
+from thundersync_jax.config.model import ModelConfig
+from thundersync_jax.config.settings import check_types
+from thundersync_jax.types import MOST_ADDENDS
+
+_BYTE_LEVEL_IDS = 262  # 256 bytes and the special tokens of chat/byte_level.py
+_END = 261  # of them, ends an action
+_LEAST_SLOTS = 4  # of a device: smaller batches sample other ids
+# Members of a group that an estimator needs to tell one reward from another.
+_LEAST_MEMBERS = {
+    "batch_mean_std": 1,
+    "fixed_baseline": 1,
+    "tracked_baseline": 1,
+    "leave_one_out_std": 3,
+    "none": 1,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """A run."""
+
+    seed: int = 0  # of tasks, initial parameters, sampling and latencies
+    steps: int = 100  # optimizer updates
+    release: Release = "trajectory"  # when the gradient of a trajectory may start
+    share_prompt: SharePrompt = "no"  # group: the prompt of a group runs once
+    open_trajectories: int = 8  # of release turn: those with sums and states at a time
+    accumulator: Accumulator = "plain"  # float32 sums; exact: bits know no order
+    open_groups: int | None = 4  # groups with sums at a time; none: as many as fit
+    group_sum_bytes: int | None = None  # per device, for those sums; none: device says
+    partial_groups: PartialGroups = "drop"  # what a group with failed members does
+    uniform_groups: UniformGroups = "keep"  # what one does whose rewards are all equal
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    env: EnvConfig = field(default_factory=EnvConfig)
+    chat: ChatConfig = field(default_factory=ChatConfig)
+    vllm: VLLMConfig = field(default_factory=VLLMConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+    def __post_init__(self):
+        check_types(self, "")
+        at_least_zero(self, "", ["seed"])
+        positive(self, "", ["steps", "open_trajectories"])
+        if self.open_groups is not None:
+            at_least_zero(self, "", ["open_groups"])
+        if self.group_sum_bytes is not None:
+            positive(self, "", ["group_sum_bytes"])
+        _check(self)
+
+    @property
+    def releases(self) -> tuple[Release, ...]:
+        """The release rules that make a difference for this loss."""
+        if self.loss.advantage != "none":
+            return "batch", "group", "trajectory"
+        if self.accumulator == "exact":
+            return "batch", "trajectory"
+        return "batch", "trajectory", "turn"
+
+    @property
+    def most_replacements(self) -> int:
+        """How many groups a step may roll out in place of lost ones."""
+        if self.uniform_groups != "replace":
+            return 0
+        return self.rollout.replacement_groups or self.rollout.groups_per_step
+
+
+def _check(config: Config) -> None:
+    """Raises a ConfigError where settings contradict each other.
+
+    Also where one would have no effect: an accepted setting is a setting that acts.
+    """
+    _check_folders(config)
+    _check_samplers(config)
+    _check_groups(config)
+    _check_teacher(config)
+    _check_turns(config)
+    _check_prompts(config)
+    _check_exact(config)
+    _check_tokens(config)
+    _check_sharding(config)
+
+
+def _check_folders(config: Config) -> None:
+    source, target = config.model.path, config.vllm.weights_dir
+    places = [os.path.realpath(os.path.expanduser(p)) for p in (source, target) if p]
+    same = len(places) == 2 and places[0] == places[1]
+    require(
+        not same,
+        f"vllm.weights_dir is {target!r}, which is model.path",
+        "another folder: new weights are written there",
+        "Copy the model there with thundersync_jax.export --initial.",
+    )
+
+
+def _check_groups(config: Config) -> None:
+    loss, size = config.loss, config.rollout.group_size
+    if config.release == "trajectory":
+        require(
+            config.open_groups != 0,
+            "open_groups is 0 with release 'trajectory'",
+            "at least 1 group that may hold sums, or none to follow the memory",
+            "Set open_groups to 4 or release to 'group'.",
+        )
+    least = _LEAST_MEMBERS.get(loss.advantage, 2)
+    require(
+        size >= least,
+        f"rollout.group_size is {size} with loss.advantage {loss.advantage!r}",
+        f"at least {least}: with fewer members every advantage is 0",
+        "Set rollout.group_size to 8 or the like.",
+    )
+    require(
+        loss.advantage != "pass_at_k" or 2 <= loss.pass_k <= size,
+        f"loss.pass_k is {loss.pass_k} with rollout.group_size {size}",
+        "at least 2 attempts and no more than a group has",
+        "Set loss.pass_k to 2, or loss.advantage to 'leave_one_out' for the best of 1.",
+    )
+    require(
+        config.uniform_groups == "keep" or size > 1,
+        f"uniform_groups is {config.uniform_groups!r} with rollout.group_size {size}",
+        "'keep': the reward of a group of one is always equal to itself",
+        "Set uniform_groups to 'keep' or raise rollout.group_size.",
+    )
+    most = config.rollout.most_action_tokens
+    require(
+        loss.length_free_tokens < most,
+        f"loss.length_free_tokens is {loss.length_free_tokens} with at most {most} "
+        "sampled tokens (rollout.turns times rollout.turn_tokens)",
+        "fewer, or loss.length_penalty would never be taken off",
+        f"Lower loss.length_free_tokens to {most // 2} or the like.",
+    )
+    replacements = config.rollout.replacement_groups
+    require(
+        config.uniform_groups == "replace" or replacements is None,
+        f"rollout.replacement_groups is {replacements} with uniform_groups "
+        f"{config.uniform_groups!r}",
+        "none: only 'replace' uses it",
+        "Set rollout.replacement_groups to none or uniform_groups to 'replace'.",
+    )
+
+
+def _check_teacher(config: Config) -> None:
+    loss, teacher = config.loss, config.teacher
+    require(
+        loss.distill == "none" or teacher.given,
+        f"loss.distill is {loss.distill!r} with teacher.workdir none",
+        "the work directory of a run whose policy teaches, or servers that do",
+        "Set teacher.workdir or teacher.servers.",
+    )
+    name = "servers" if teacher.servers else "workdir"
+    require(
+        loss.distill != "none" or not teacher.given,
+        f"teacher.{name} is {getattr(teacher, name)!r} with loss.distill 'none'",
+        "none: nobody asks the teacher",
+        f"Set loss.distill to 'sampled_reverse_kl' or leave teacher.{name} out.",
+    )
+    _check_remote_teacher(config)
+    if loss.advantage != "none":
+        return
+    require(
+        config.release != "group",
+        "release is 'group' with loss.advantage 'none'",
+        "'batch', 'trajectory' or 'turn': without rewards nobody waits for a group",
+        "Set release to 'trajectory'.",
+    )
+    require(
+        config.uniform_groups == "keep",
+        f"uniform_groups is {config.uniform_groups!r} with loss.advantage 'none'",
+        "'keep': there are no rewards in the loss that could be equal",
+        "Set uniform_groups to 'keep'.",
+    )
+
+
+def _check_remote_teacher(config: Config) -> None:
+    loss, temperature = config.loss, config.rollout.temperature
+    if not config.teacher.servers:
+        return
+    sides = config.vllm.servers, config.teacher.servers
+    both = set.intersection(*({one.rstrip("/") for one in side} for side in sides))
+    require(
+        not both,
+        f"vllm.servers and teacher.servers both have {min(both, default='')!r}",
+        "others: a server that samples gets the student's weights",
+        "Start a server of its own for the teacher.",
+    )
+    require(
+        temperature == 1,
+        f"rollout.temperature is {temperature} with teacher.servers",
+        "1: servers give log-probabilities of a prompt before any temperature, and "
+        "student and teacher must be compared at the same one",
+        "Set rollout.temperature to 1, or let a run teach: teacher.workdir.",
+    )
+    full = loss.distill != "sampled_reverse_kl" and loss.distill_top_k is None
+    require(
+        not full,
+        f"loss.distill is {loss.distill!r} with loss.distill_top_k none and "
+        "teacher.servers",
+        "a number of likeliest ids: servers do not send whole distributions",
+        "Set loss.distill_top_k to 16 or the like.",
+    )
+
+
+def _check_samplers(config: Config) -> None:
+    devices, slots = config.mesh.sampler_devices, config.rollout.slots
+    require(
+        devices == 1 or (slots % devices == 0 and slots // devices >= _LEAST_SLOTS),
+        f"mesh.sampler_devices is {devices} with rollout.slots {slots}",
+        f"a divisor of the slots that leaves each at least {_LEAST_SLOTS}",
+        f"Set rollout.slots to {devices * max(_LEAST_SLOTS, slots // devices)}.",
+    )
+    temperature = config.rollout.temperature
+    require(
+        not config.vllm.servers or 0.01 <= temperature <= 2,
+        f"rollout.temperature is {temperature} with vllm.servers",
+        "0.01 to 2: vLLM refuses higher ones and raises lower ones",
+        "Change it, or sample in this process (vllm.servers left out).",
+    )
+
+
+def _check_turns(config: Config) -> None:
+    rewarded = config.loss.advantage != "none"  # otherwise comparisons have it
+    if config.release != "turn":
+        require(
+            config.open_trajectories == 8 or not rewarded,
+            f"open_trajectories is {config.open_trajectories} with loss.advantage "
+            f"{config.loss.advantage!r}",
+            "8, its default: only release 'turn' uses it, which takes no rewards",
+            "Leave open_trajectories out.",
+        )
+        return
+    require(
+        not rewarded,
+        f"release is 'turn' with loss.advantage {config.loss.advantage!r}",
+        "'none': what a reward multiplies would need a second sum per trajectory",
+        "Set loss.advantage to 'none' or release to 'trajectory'.",
+    )
+    require(
+        config.accumulator == "plain",
+        "release is 'turn' with accumulator 'exact'",
+        "'plain': the programs of turns are others, and so are their bits",
+        "Set accumulator to 'plain' or release to 'trajectory'.",
+    )
+
+
+def _check_prompts(config: Config) -> None:
+    shared, loss = config.share_prompt == "group", config.loss
+    require(
+        not shared or config.rollout.group_size > 1,
+        "share_prompt is 'group' with rollout.group_size 1",
+        "'no': nobody is there to share it with",
+        "Set share_prompt to 'no' or raise rollout.group_size.",
+    )
+    require(
+        not shared or config.accumulator == "plain" or config.mesh.replica == 1,
+        f"share_prompt is 'group' with accumulator 'exact' and mesh.replica "
+        f"{config.mesh.replica}",
+        "1 replica: each would round its own share of a prompt",
+        "Set accumulator to 'plain', share_prompt to 'no' or mesh.replica to 1.",
+    )
+    require(
+        not config.rollout.segment_buckets or shared or loss.advantage == "none",
+        f"rollout.segment_buckets is {config.rollout.segment_buckets} with "
+        f"share_prompt {config.share_prompt!r} and loss.advantage {loss.advantage!r}",
+        "(): nothing is computed in pieces",
+        "Leave it out, or set share_prompt to 'group'.",
+    )
+
+
+def _check_exact(config: Config) -> None:
+    if config.accumulator != "exact":
+        return
+    require(
+        config.model.dtype != "float64",
+        "accumulator is 'exact' with model.dtype 'float64'",
+        "gradients of 32 bits: exact sums cut an addend into three integers",
+        "Set accumulator to 'plain' or model.dtype to 'float32'.",
+    )
+    rollout = config.rollout
+    # A lost group is replaced by one other: a step sums no more than it asked for.
+    addends = rollout.groups_per_step * rollout.group_size
+    both = " twice, for the loss has a part without advantage"
+    twice = config.loss.has_additive
+    require(
+        addends * (1 + twice) <= MOST_ADDENDS,
+        f"accumulator is 'exact' with {addends} trajectories per step{both * twice}",
+        f"at most {MOST_ADDENDS} addends, which is what 32-bit integers hold",
+        "Lower rollout.groups_per_step, or set accumulator to 'plain'.",
+    )
+
+
+def _check_tokens(config: Config) -> None:
+    ids, vocab_size = config.rollout.stop_ids, config.model.vocab_size
+    path = config.model.path
+    require(
+        config.chat.format != "template" or path is not None,
+        "chat.format is 'template' with model.path none",
+        "a model folder: the template is a file of it",
+        "Set model.path or chat.format to 'bytes'.",
+    )
+    in_bytes = config.chat.format == "bytes" or path is None
+    require(
+        vocab_size >= _BYTE_LEVEL_IDS or not in_bytes,
+        f"model.vocab_size is {vocab_size}",
+        f"at least the {_BYTE_LEVEL_IDS} ids of the byte-level tokenizer",
+        "Set model.vocab_size to 264.",
+    )
+    for name, idle in (("system", None), ("thinking", "default")):
+        value = getattr(config.chat, name)
+        require(
+            value == idle or not in_bytes,
+            f"chat.{name} is {value!r} with byte-level tokens",
+            f"{'none' if idle is None else repr(idle)}: only templates use it",
+            f"Leave chat.{name} out, or set model.path to a folder with a template.",
+        )
+    if ids is None:
+        return
+    require(
+        max(ids, default=0) < vocab_size,
+        f"rollout.stop_ids is {ids} with model.vocab_size {vocab_size}",
+        "ids that can be sampled",
+        "Lower rollout.stop_ids or raise model.vocab_size.",
+    )
+    require(
+        config.warm_start.steps == 0 or _END in ids or not in_bytes,
+        f"rollout.stop_ids is {ids} with warm_start.steps {config.warm_start.steps}",
+        f"{_END} among them: demonstrations end in it",
+        f"Add {_END} or set warm_start.steps to 0.",
+    )
+
+
+def _check_sharding(config: Config) -> None:
+    mesh, model, rollout = config.mesh, config.model, config.rollout
+    shared = [("mesh.fsdp", mesh.fsdp, "model.width", model.width)]
+    for bucket in (*rollout.gradient_buckets, *rollout.segment_buckets):
+        shared += [("mesh.fsdp", mesh.fsdp, "rollout.gradient_buckets", bucket)]
+    for name in ("heads", "kv_heads", "mlp_width"):
+        shared += [("mesh.tensor", mesh.tensor, f"model.{name}", getattr(model, name))]
+    for axis, devices, name, size in shared:
+        require(
+            size % devices == 0,
+            f"{axis} is {devices} with {size} in {name}",
+            f"a divisor of {size}: every device holds an equal part",
+            f"Change {axis} or {name}.",
+        )

@@ -1,0 +1,376 @@
+"""The in-process sampler: a KV cache, decode slots, and three compiled programs.
+
+What a turn's ids depend on is its session's ids, the request and the parameters, bit
+for bit on CPU. Three rules make it so: turns are decoded in blocks of one size, over
+one cache length; a prompt or observation is prefilled alone, in pieces that its own
+length chooses, or copied from a slot that began with the same prompt; random numbers
+come from the request's seed and the position. No thread, no tokenizer, no environment.
+"""
+
+import bisect
+import collections
+import dataclasses
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from thundersync_jax.config import ModelConfig
+from thundersync_jax.engines import generation
+from thundersync_jax.engines.base import Request, Response
+from thundersync_jax.errors import ConfigError
+from thundersync_jax.models import transformer
+
+# Rows that a CPU decodes together. Fewer treat rows differently (below 4) or read the
+# weights for too little work; more compute slots without a turn.
+CPU_BLOCK_ROWS = 8
+
+
+@dataclasses.dataclass(eq=False)
+class _Session:
+    """One trajectory: its place, and its turn while one is being sampled."""
+
+    slot: int | None = None
+    tokens: int = 0  # known ids, sampled ones included
+    pending: tuple[int, ...] = ()  # the last sampled id, which the cache lacks
+    request: Request | None = None
+    ids: list[np.ndarray] = dataclasses.field(default_factory=list)
+    logprobs: list[np.ndarray] = dataclasses.field(default_factory=list)
+
+
+class InProcessEngine:
+    """Continuous batching over decode slots, behind the engine interface.
+
+    A session takes a slot when one is free, first come, first served, and keeps it
+    until it is released.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        params: Any,
+        slots: int,
+        context_tokens: int,
+        steps_per_call: int,
+        prefill_buckets: Sequence[int],
+        device_or_sharding: Any = None,
+        policy_version: int = 0,
+        twin: "InProcessEngine | None" = None,
+    ):
+        """Places a copy of the parameters and an empty cache.
+
+        Args:
+          config: The model.
+          params: As `transformer.init` returns them; copied.
+          slots: Sessions that are held at a time.
+          context_tokens: Longest sequence of a session.
+          steps_per_call: Tokens per slot and `step`.
+          prefill_buckets: Ascending lengths to which pieces are padded; what is longer
+            than the last goes in pieces of it.
+          device_or_sharding: Where the sampler lives; None is jax's default device.
+          policy_version: Of `params`.
+          twin: As for `update`.
+        """
+        _check(slots, context_tokens, steps_per_call, prefill_buckets)
+        self.context_tokens = context_tokens
+        self._config = config
+        self._steps = steps_per_call
+        self._buckets = tuple(prefill_buckets)
+        self._place = device_or_sharding or jax.devices()[0]
+        shape = (slots, config.kv_heads, context_tokens, config.head_dim)
+        empty = np.zeros(shape, transformer.compute_dtype(config))
+        # No aliases: the cache is donated, and donation must reach each array once.
+        self._cache = tuple(
+            generation.LayerCache(
+                jax.device_put(empty, self._place, may_alias=False),
+                jax.device_put(empty, self._place, may_alias=False),
+            )
+            for _ in range(config.layers)
+        )
+        (device, *_) = self._cache[0].keys.devices()
+        self._block_rows = CPU_BLOCK_ROWS if device.platform == "cpu" else slots
+        self._rows = generation.Rows(
+            token=np.zeros(slots, np.int32),
+            length=np.zeros(slots, np.int32),
+            remaining=np.zeros(slots, np.int32),
+            temperature=np.zeros(slots, np.float32),
+            stop_ids=np.full((slots, generation.STOP_IDS), -1, np.int32),
+            seed=np.zeros((slots, 1 + 2 * generation.SEED_INTEGERS), np.uint32),
+        )
+        self._sessions: dict[Hashable, _Session] = {}
+        self._free = list(range(slots))[::-1]
+        self._queue: collections.deque[_Session] = collections.deque()  # no slot yet
+        self._ready: list[_Session] = []  # slot held, turn not begun
+        self._decoding: dict[int, _Session] = {}  # by slot
+        self._sampled: list[jax.Array] = []  # ids and log-probabilities, dispatched
+        self._prompts: dict[bytes, int] = {}  # which slot's cache begins with these ids
+        self._prompt_of: dict[int, bytes] = {}  # the same by slot
+        self.update(params, policy_version, twin)
+
+    @property
+    def busy(self) -> bool:
+        """Whether `step` has anything to do."""
+        return bool(self._ready or self._decoding or (self._queue and self._free))
+
+    def update(
+        self,
+        params: Any,
+        policy_version: int,
+        twin: "InProcessEngine | None" = None,
+    ) -> None:
+        """Takes a copy of new parameters.
+
+        Args:
+          params: As `transformer.init` returns them.
+          policy_version: Of `params`.
+          twin: An engine of the same model that has taken them. Its copy is used, and
+            shared where both engines are on CPU devices.
+
+        Raises:
+          ValueError: A session is held; its cache belongs to the old parameters.
+        """
+        if self._sessions:
+            raise ValueError(
+                f"update to policy version {policy_version} with {len(self._sessions)} "
+                "sessions held; release every session first"
+            )
+        if twin is None:
+            # A copy in every case: the learner donates its arrays at the step boundary.
+            params = jax.device_put(params, self._place, may_alias=False)
+            self._params = generation.unstack(self._config, params)
+        else:
+            self._params = jax.tree.map(self._shared, twin._params)
+        self._prompts, self._prompt_of = {}, {}
+        self.policy_version = policy_version
+
+    def _shared(self, x: jax.Array) -> jax.Array:
+        """`x` at this place. Between CPU devices jax would copy it, but not a view."""
+        on_cpu = all(device.platform == "cpu" for device in x.devices())
+        return jax.device_put(np.asarray(x) if on_cpu else x, self._place)
+
+    def submit(self, request: Request) -> None:
+        """Queues a turn.
+
+        Raises:
+          ValueError: It cannot fit the context, or is no turn of this engine.
+        """
+        session = self._sessions.get(request.session) or _Session()
+        self._check_request(session, request)
+        self._sessions[request.session] = session
+        session.request = request
+        (self._queue if session.slot is None else self._ready).append(session)
+
+    def release(self, session: Hashable) -> None:
+        """Ends a session, wherever it stands; unknown sessions are ignored."""
+        held = self._sessions.pop(session, None)
+        if held is None:
+            return
+        if held.slot is None:
+            self._queue.remove(held)
+            return
+        if held in self._ready:
+            self._ready.remove(held)
+        self._decoding.pop(held.slot, None)
+        # The length stays: idle rows are computed too and must not write into a prompt.
+        self._rows.remaining[held.slot] = 0
+        self._free.append(held.slot)
+
+    def step(self) -> list[Response]:
+        """Fills free slots, begins turns, decodes at most `steps_per_call` tokens."""
+        self.dispatch()
+        return self.collect()
+
+    def dispatch(self) -> None:
+        """The first half of `step`, which does not wait for the device.
+
+        Nothing may be submitted or released before `collect`.
+        """
+        while self._queue and self._free:
+            session = self._queue.popleft()
+            session.slot = self._free.pop()
+            self._ready.append(session)
+        # At most a block of turns begins at a time, later turns of a session before
+        # first ones: the first trajectories end early instead of all of them late.
+        self._ready.sort(key=lambda session: session.tokens == 0)
+        turns = self._ready[: self._block_rows]
+        del self._ready[: self._block_rows]
+        self._fill([self._begin(session) for session in turns])
+        if not self._decoding:
+            return
+        self._cache, *self._sampled = generation.decode(
+            self._config,
+            self._steps,
+            self._block_rows,
+            self._params,
+            self._cache,
+            self._rows,
+        )
+
+    def collect(self) -> list[Response]:
+        """The second half of `step`: waits for what was dispatched."""
+        sampled, self._sampled = self._sampled, []
+        return self._collect(*jax.device_get(sampled)) if sampled else []
+
+    def _check_request(self, session: _Session, request: Request) -> None:
+        name, new, limit = request.session, len(request.new_ids), request.max_new_tokens
+        vocab = self._config.vocab_size
+        if session.request is not None:
+            raise ValueError(
+                f"session {name!r} was given a turn while one is being sampled; wait "
+                "for its response or release it"
+            )
+        if session.tokens + new == 0 or limit < 1:
+            raise ValueError(
+                f"session {name!r} has {session.tokens + new} tokens and asks for "
+                f"{limit}; a turn needs at least one of each"
+            )
+        if session.tokens + new + limit > self.context_tokens:
+            raise ValueError(
+                f"session {name!r} holds {session.tokens} tokens, brings {new} and "
+                f"asks for {limit} more; the context is {self.context_tokens}: shorten "
+                "the turn or raise rollout.context_tokens"
+            )
+        if new and not 0 <= np.min(request.new_ids) <= np.max(request.new_ids) < vocab:
+            raise ValueError(
+                f"session {name!r} brings ids from {np.min(request.new_ids)} to "
+                f"{np.max(request.new_ids)}; the vocabulary is 0 to {vocab - 1}"
+            )
+        if (
+            len(request.stop_ids) > generation.STOP_IDS
+            or len(request.seed) > generation.SEED_INTEGERS
+        ):
+            raise ValueError(
+                f"session {name!r} has {len(request.stop_ids)} stop ids and "
+                f"{len(request.seed)} seed integers; at most {generation.STOP_IDS} and "
+                f"{generation.SEED_INTEGERS} fit"
+            )
+        if not 0 <= request.temperature < np.inf:
+            raise ValueError(
+                f"session {name!r} has temperature {request.temperature}; give 0 for "
+                "the largest logit, or a finite number above it"
+            )
+
+    def _begin(self, session: _Session) -> tuple[int, int, np.ndarray]:
+        """Fills the slot's row; returns slot, first position and ids to prefill."""
+        request, slot, rows = session.request, session.slot, self._rows
+        fresh = np.concatenate([session.pending, request.new_ids]).astype(np.int32)
+        start = session.tokens - len(session.pending)
+        session.tokens += len(request.new_ids)
+        rows.token[slot] = fresh[-1]
+        rows.length[slot] = session.tokens - 1
+        rows.remaining[slot] = request.max_new_tokens
+        rows.temperature[slot] = request.temperature
+        rows.stop_ids[slot] = -1
+        rows.stop_ids[slot, : len(request.stop_ids)] = request.stop_ids
+        rows.seed[slot] = _seed_words(request.seed)
+        self._decoding[slot] = session
+        return slot, start, fresh[:-1]
+
+    def _fill(self, segments: list[tuple[int, int, np.ndarray]]) -> None:
+        """Brings segments into the cache; the prompt of a group is computed once.
+
+        A slot keeps its prompt while it is free, so the source of a copy may be gone.
+        """
+        before, after, computed = [], [], []
+        for slot, start, ids in segments:
+            prompt = ids.tobytes()
+            source = None if start else self._prompts.get(prompt)
+            if source == slot:
+                continue
+            if source is None:
+                computed.append((slot, start, ids))
+            else:
+                fresh = any(source == other for other, *_ in computed)
+                (after if fresh else before).append((source, slot))
+            if not start:
+                self._prompts.pop(self._prompt_of.pop(slot, None), None)
+                if source is None:
+                    self._prompts[prompt], self._prompt_of[slot] = slot, prompt
+        self._copy(before)
+        self._prefill(computed)
+        self._copy(after)
+
+    def _copy(self, pairs: list[tuple[int, int]]) -> None:
+        """Copies the cache of one slot to another, pair after pair."""
+        if pairs:
+            given = np.zeros((len(self._rows.token), 2), np.int32)
+            given[: len(pairs)] = pairs
+            self._cache = generation.copy(self._cache, given, np.int32(len(pairs)))
+
+    def _prefill(self, segments: list[tuple[int, int, np.ndarray]]) -> None:
+        """Writes segments to the cache in pieces, one call per bucket and round."""
+        largest = self._buckets[-1]
+        slots = len(self._rows.token)
+        while segments := [segment for segment in segments if len(segment[2])]:
+            by_bucket = collections.defaultdict(list)
+            for slot, start, ids in segments:
+                piece = ids[:largest]
+                bucket = self._buckets[bisect.bisect_left(self._buckets, len(piece))]
+                by_bucket[bucket].append((slot, start, piece))
+            for bucket, pieces in sorted(by_bucket.items()):
+                ids = np.zeros((slots, bucket), np.int32)
+                place = np.zeros((slots, 2), np.int32)
+                for i, (slot, start, piece) in enumerate(pieces):
+                    ids[i, : len(piece)] = piece
+                    place[i] = slot, start
+                count = np.int32(len(pieces))
+                self._cache = generation.prefill(
+                    self._config, self._params, self._cache, ids, place, count
+                )
+            segments = [
+                (s, start + largest, ids[largest:]) for s, start, ids in segments
+            ]
+
+    def _collect(self, ids: np.ndarray, logprobs: np.ndarray) -> list[Response]:
+        """Advances the rows by what was sampled; returns the turns that ended."""
+        rows = self._rows
+        stops = np.any(ids[:, :, None] == rows.stop_ids[:, None, :], axis=-1)
+        first = np.where(stops.any(axis=1), stops.argmax(axis=1) + 1, self._steps)
+        counts = np.minimum(first, rows.remaining)
+        responses = []
+        for slot, session in list(self._decoding.items()):
+            count = counts[slot]
+            session.ids.append(ids[slot, :count])
+            session.logprobs.append(logprobs[slot, :count])
+            rows.token[slot] = ids[slot, count - 1]
+            rows.length[slot] += count
+            rows.remaining[slot] -= count
+            stopped = bool(stops[slot, count - 1])
+            if stopped or rows.remaining[slot] == 0:
+                responses.append(self._end(session, stopped))
+        return responses
+
+    def _end(self, session: _Session, stopped: bool) -> Response:
+        self._rows.remaining[session.slot] = 0
+        del self._decoding[session.slot]
+        ids, logprobs = np.concatenate(session.ids), np.concatenate(session.logprobs)
+        response = Response(
+            session.request.session, ids, logprobs, stopped, self.policy_version
+        )
+        session.tokens += len(ids)
+        session.pending = (int(ids[-1]),)
+        session.request, session.ids, session.logprobs = None, [], []
+        return response
+
+
+def _seed_words(seed: tuple[int, ...]) -> np.ndarray:
+    """A seed as `generation.Rows.seed` wants it."""
+    words = np.zeros(1 + 2 * generation.SEED_INTEGERS, np.uint32)
+    words[0] = len(seed)
+    for i, value in enumerate(seed):
+        words[1 + 2 * i : 3 + 2 * i] = value & 0xFFFFFFFF, (value >> 32) & 0xFFFFFFFF
+    return words
+
+
+def _check(slots, context_tokens, steps_per_call, prefill_buckets):
+    if slots < 1:
+        raise ConfigError(f"slots={slots}; a session needs one, raise rollout.slots")
+    if context_tokens < 2 or steps_per_call < 1:
+        raise ConfigError(
+            f"context_tokens={context_tokens} and steps_per_call={steps_per_call}; "
+            "the context holds at least 2 tokens and a call samples at least 1"
+        )
+    buckets = tuple(prefill_buckets)
+    if not buckets or buckets[0] < 1 or sorted(set(buckets)) != list(buckets):
+        raise ConfigError(f"prefill_buckets={buckets}; give ascending positive lengths")

@@ -1,0 +1,397 @@
+"""A frozen model that scores tokens, with the keys and values of every session.
+
+Every token of a session is run once, whoever asks how often. What a score depends on
+is its session's tokens, how they came in turns, and the parameters, bit for bit: turns
+of one call are computed one after the other, in pieces that their own length chooses,
+and a session sees zeros where its own keys end. No thread, no sampling, no loss.
+"""
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Hashable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from thundersync_jax.config import ModelConfig
+from thundersync_jax.engines.base import Scored, ScoreRequest
+from thundersync_jax.errors import ConfigError
+from thundersync_jax.models import transformer
+from thundersync_jax.ops import distill
+
+Kind = Literal["sampled", "top_k", "full"]
+
+
+class Readout(NamedTuple):
+    """What is told of a distribution; static."""
+
+    kind: Kind
+    top_k: int
+    width: int  # ids that count, from the first
+
+    def of(self, logprobs: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """From log-probabilities [C, width] what is told: those [C, K], and ids."""
+        if self.kind == "top_k":
+            return jax.lax.top_k(logprobs, self.top_k)
+        ids = target[:, None]
+        if self.kind == "sampled":
+            logprobs = jnp.take_along_axis(logprobs, ids, axis=1)
+        return logprobs, ids[:, :0]
+
+    def empty(self, *shape: int) -> tuple[jax.Array, jax.Array]:
+        """Zeros for so many positions of it."""
+        entries = {"sampled": 1, "top_k": self.top_k, "full": self.width}[self.kind]
+        ids = self.top_k if self.kind == "top_k" else 0
+        return (
+            jnp.zeros((*shape, entries), jnp.float32),
+            jnp.zeros((*shape, ids), jnp.int32),
+        )
+
+
+class Rows(NamedTuple):
+    """The turns of one call, or a piece of each; `count` rows are in use."""
+
+    tokens: np.ndarray  # int32[R, bucket], padded
+    source: np.ndarray  # int32[R, bucket], tokens whose successor is to be scored
+    target: np.ndarray  # int32[R, bucket], these successors
+    slot: np.ndarray  # int32[R]
+    start: np.ndarray  # int32[R], position of the first token
+    asked: np.ndarray  # int32[R], successors to be scored
+    count: np.ndarray  # int32[]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
+def score(config, readout, params, cache, rows, temperature):
+    """Runs pieces, one after the other; keeps their keys and values, and reads scores.
+
+    Args:
+      config: The model; static.
+      readout: Static.
+      params: In the compute dtype.
+      cache: `transformer.KeyValues` [L, sessions, S, KV, H]; donated.
+      rows: `Rows`.
+      temperature: float32[].
+
+    Returns:
+      The cache, log-probabilities float32[R, bucket, K], and the ids of kind "top_k",
+      int32[R, bucket, K]. Entries behind those that a row asks for are noise.
+    """
+    index = jnp.arange(rows.tokens.shape[1], dtype=jnp.int32)
+    place = jnp.arange(cache.keys.shape[2])[:, None, None]
+
+    def run(i, carry):
+        cache, *scores = carry
+        row = Rows(*(x[i] for x in rows[:-1]), rows.count)
+
+        def own(x):
+            # What another session left is masked where it is read; a NaN would pass.
+            x = jax.lax.dynamic_index_in_dim(x, row.slot, 1, keepdims=False)
+            return jnp.where((place < row.start)[None], x, jnp.zeros_like(x))
+
+        past = jax.tree.map(own, cache)
+        hidden, new = transformer.segment(config, params, row.tokens, past, row.start)
+        # Padding lands where the next piece will, or behind the context and nowhere.
+        positions = row.start + index
+        cache = jax.tree.map(
+            lambda x, y: x.at[:, row.slot, positions].set(
+                y, mode="drop", unique_indices=True
+            ),
+            cache,
+            new,
+        )
+        found = _read(config, readout, params, hidden, row, temperature)
+        return cache, *(x.at[i].set(y) for x, y in zip(scores, found, strict=True))
+
+    scores = readout.empty(*rows.tokens.shape)
+    return jax.lax.fori_loop(0, rows.count, run, (cache, *scores))
+
+
+def _read(config, readout, params, hidden, row, temperature):
+    """Scores [bucket, K] of the successors that a row asks for, a chunk at a time.
+
+    Most of a prompt is not asked for, and the vocabulary is most of the work.
+    """
+    bucket = row.source.shape[0]
+    chunk = min(config.logprob_chunk_tokens, bucket)
+    head = transformer.head_weights(params)
+    normalise = functools.partial(
+        distill.logprobs, width=readout.width, temperature=temperature
+    )
+
+    def run(i, found):
+        # The last chunk reaches back where it would reach out: twice the same numbers.
+        start = jnp.minimum(i * chunk, bucket - chunk)
+        source, target = (
+            jax.lax.dynamic_slice_in_dim(x, start, chunk)
+            for x in (row.source, row.target)
+        )
+        logits = transformer.logits(config, head, hidden[source])
+        told = readout.of(jax.vmap(normalise)(logits), target)
+        return tuple(
+            jax.lax.dynamic_update_slice_in_dim(x, y.astype(x.dtype), start, 0)
+            for x, y in zip(found, told, strict=True)
+        )
+
+    chunks = (row.asked + chunk - 1) // chunk
+    return jax.lax.fori_loop(0, chunks, run, readout.empty(bucket))
+
+
+# Turns of one call. More save little, for they are computed one by one, and the first
+# answer of a call waits for its last turn.
+ROWS_PER_CALL = 8
+
+
+@dataclasses.dataclass(eq=False)
+class _Session:
+    """One trajectory: its place, and its request while one is being scored."""
+
+    slot: int | None = None
+    tokens: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, int))
+    run: int = 0  # tokens whose keys and values are kept
+    request: ScoreRequest | None = None
+    scores: list[tuple[np.ndarray, ...]] = dataclasses.field(default_factory=list)
+
+    @property
+    def left(self) -> int:
+        """Tokens to run: the last one waits, for it predicts what is not known yet."""
+        return len(self.tokens) - 1 - self.run
+
+
+class ScoringEngine:
+    """Scores turns of many sessions, behind `rollout.engine.PassiveEngine`.
+
+    A session takes a slot when one is free, first come, first served, and keeps it
+    until it is released.
+
+    Attributes:
+      width: Ids over which distributions are normalised.
+      tokens_run: Real tokens that went through the model so far.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        params: Any,
+        *,
+        kind: Kind,
+        top_k: int,
+        width: int,
+        temperature: float,
+        sessions: int,
+        context_tokens: int,
+        buckets: Sequence[int],
+        device_or_sharding: Any = None,
+    ):
+        """Places a copy of the parameters and room for the sessions.
+
+        Args:
+          config: The teacher.
+          params: As `transformer.init` returns them; copied, and never changed.
+          kind: What is told per position: the log-probability of the token itself, the
+            `top_k` likeliest ids with theirs, or the full distribution.
+          top_k: K of kind "top_k", below `width`.
+          width: The first ids, over which distributions are renormalised: the smaller
+            of the student's and the teacher's vocabulary. Rows behind it are padding.
+          temperature: Logits are divided by it; that of the rollout.
+          sessions: How many are held at a time.
+          context_tokens: Longest sequence of a session.
+          buckets: Ascending lengths to which pieces are padded; what is longer than the
+            last goes in pieces of it.
+          device_or_sharding: Where the teacher lives; None is jax's default device.
+
+        Raises:
+          ConfigError: Sizes that cannot be.
+        """
+        _check(config, kind, top_k, width, sessions, context_tokens, buckets)
+        self.width = width
+        self.context_tokens = context_tokens
+        self.tokens_run = 0
+        self._config = config
+        self._readout = Readout(kind, top_k, width)
+        self._temperature = np.float32(temperature)
+        self._buckets = tuple(buckets)
+        place = device_or_sharding or jax.devices()[0]
+        # A copy in every case: whoever made the parameters may donate them.
+        params = jax.device_put(params, place, may_alias=False)
+        self._params = _cast(config, params)
+        shape = config.layers, sessions, context_tokens, config.kv_heads
+        empty = np.zeros((*shape, config.head_dim), transformer.compute_dtype(config))
+        # No aliases: the cache is donated, and donation must reach each array once.
+        self._cache = transformer.KeyValues(
+            jax.device_put(empty, place, may_alias=False),
+            jax.device_put(empty, place, may_alias=False),
+        )
+        self._sessions: dict[Hashable, _Session] = {}
+        self._free = list(range(sessions))[::-1]
+        self._queue: collections.deque[_Session] = collections.deque()  # no slot yet
+        self._ready: list[_Session] = []  # slot held, tokens left to run
+
+    @property
+    def busy(self) -> bool:
+        """Whether `step` has anything to do."""
+        return bool(self._ready or (self._queue and self._free))
+
+    def submit(self, request: ScoreRequest) -> None:
+        """Queues a turn.
+
+        Raises:
+          ValueError: It does not fit the context or the vocabulary, does not continue
+            its session, or asks for positions that are gone or never come.
+        """
+        session = self._sessions.get(request.session) or _Session()
+        self._check_request(session, request)
+        self._sessions[request.session] = session
+        session.request = request
+        # A copy: the caller may reuse its buffer.
+        session.tokens = np.array(request.tokens, np.int32)
+        (self._queue if session.slot is None else self._ready).append(session)
+
+    def release(self, session: Hashable) -> None:
+        """Ends a session, wherever it stands; unknown sessions are ignored."""
+        held = self._sessions.pop(session, None)
+        if held is None:
+            return
+        if held.slot is None:
+            self._queue.remove(held)
+            return
+        if held in self._ready:
+            self._ready.remove(held)
+        self._free.append(held.slot)
+
+    def step(self) -> list[Scored]:
+        """Runs a piece of the turns that wait longest; returns the turns that ended."""
+        while self._queue and self._free:
+            session = self._queue.popleft()
+            session.slot = self._free.pop()
+            self._ready.append(session)
+        if not self._ready:
+            return []
+        bucket = self._bucket(self._ready[0])
+        alike = (s for s in self._ready if self._bucket(s) == bucket)
+        # A row of a full distribution is as wide as the vocabulary, asked for or not.
+        most = 1 if self._readout.kind == "full" else ROWS_PER_CALL
+        sessions = [session for session, _ in zip(alike, range(most), strict=False)]
+        rows = _rows(sessions, bucket, most)
+        self._cache, *scores = score(
+            self._config,
+            self._readout,
+            self._params,
+            self._cache,
+            rows,
+            self._temperature,
+        )
+        return self._collect(sessions, rows, *jax.device_get(scores))
+
+    def _collect(
+        self,
+        sessions: list[_Session],
+        rows: Rows,
+        logprobs: np.ndarray,
+        ids: np.ndarray,
+    ) -> list[Scored]:
+        ended = []
+        for i, session in enumerate(sessions):
+            asked, length = rows.asked[i], min(session.left, rows.tokens.shape[1])
+            session.scores.append((logprobs[i, :asked], ids[i, :asked]))
+            session.run += length
+            self.tokens_run += length
+            self._ready.remove(session)
+            if session.left:
+                # Behind the others: a long prompt holds up no short turn.
+                self._ready.append(session)
+            else:
+                ended.append(self._end(session))
+        return ended
+
+    def _end(self, session: _Session) -> Scored:
+        logprobs, ids = map(np.concatenate, zip(*session.scores, strict=True))
+        top_k = self._readout.kind == "top_k"
+        scored = Scored(logprobs, ids if top_k else None, session.request.session)
+        session.request, session.scores = None, []
+        return scored
+
+    def _bucket(self, session: _Session) -> int:
+        """The shortest length that holds its next piece."""
+        return next((b for b in self._buckets if b >= session.left), self._buckets[-1])
+
+    def _check_request(self, session: _Session, request: ScoreRequest) -> None:
+        name, tokens = request.session, np.asarray(request.tokens)
+        positions, known = np.asarray(request.positions), len(session.tokens)
+        if session.request is not None:
+            raise ValueError(
+                f"session {name!r} was given a turn while one is being scored; wait "
+                "for its scores or release it"
+            )
+        if tokens.ndim != 1 or len(tokens) > self.context_tokens:
+            raise ValueError(
+                f"session {name!r} has tokens of shape {tokens.shape}; expected one "
+                f"dimension of at most {self.context_tokens}, the teacher's context"
+            )
+        outside = tokens[(tokens < 0) | (tokens >= self.width)]
+        if len(outside):
+            raise ValueError(
+                f"session {name!r} has token {outside[0]}; student and teacher share "
+                f"ids 0 .. {self.width - 1}"
+            )
+        if not np.array_equal(tokens[:known], session.tokens):
+            raise ValueError(
+                f"session {name!r} does not continue the {known} tokens that were "
+                "scored; give a rewritten history a session of its own"
+            )
+        # The number that predicts a position is gone with the turn that it began in.
+        first = max(known, 1)
+        inside = np.all((positions >= first) & (positions < len(tokens)))
+        if not len(positions) or not inside or np.any(np.diff(positions) < 1):
+            raise ValueError(
+                f"session {name!r} asks for positions {positions.tolist()}; expected "
+                f"ascending ones from {first} to {len(tokens) - 1}, at least one"
+            )
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _cast(config, params):
+    return transformer.cast(config, params)
+
+
+def _rows(sessions: list[_Session], bucket: int, most: int) -> Rows:
+    """The next piece of every session."""
+    rows = Rows(
+        *(np.zeros((most, bucket), np.int32) for _ in range(3)),
+        *(np.zeros(most, np.int32) for _ in range(3)),
+        count=np.int32(len(sessions)),
+    )
+    for i, session in enumerate(sessions):
+        start, length = session.run, min(session.left, bucket)
+        rows.tokens[i, :length] = session.tokens[start : start + length]
+        rows.slot[i], rows.start[i] = session.slot, start
+        positions = np.asarray(session.request.positions)
+        # Token t predicts position t + 1.
+        asked = positions[(positions > start) & (positions <= start + length)]
+        rows.source[i, : len(asked)] = asked - 1 - start
+        rows.target[i, : len(asked)] = session.tokens[asked]
+        rows.asked[i] = len(asked)
+    return rows
+
+
+def _check(config, kind, top_k, width, sessions, context_tokens, buckets):
+    if not 1 <= width <= config.vocab_size:
+        raise ConfigError(
+            f"width={width} ids to score with a teacher of {config.vocab_size}; give "
+            "the smaller of the student's and the teacher's vocabulary"
+        )
+    if kind == "top_k" and not 1 <= top_k < width:
+        raise ConfigError(
+            f"top_k={top_k} of {width} ids; give at least 1 and fewer than all, or "
+            "score kind 'full'"
+        )
+    if sessions < 1 or context_tokens < 2:
+        raise ConfigError(
+            f"sessions={sessions} and context_tokens={context_tokens}; a teacher needs "
+            "a session, and 2 tokens in it to score one"
+        )
+    buckets = tuple(buckets)
+    if not buckets or buckets[0] < 1 or sorted(set(buckets)) != list(buckets):
+        raise ConfigError(f"buckets={buckets}; give ascending positive lengths")

@@ -1,0 +1,357 @@
+"""Sampling by vLLM servers: one server for calls that wait, and an engine of several.
+
+Every request sends all ids of its session: what a server keeps of a prefix is its own
+business, and any server can go on. Answers count if they came from the weights that
+were published last. How weights get to the servers is the business of `publish`.
+"""
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from thundersync_jax.config import VLLMConfig
+from thundersync_jax.engines.base import Request, Response
+from thundersync_jax.engines.vllm import wire
+from thundersync_jax.engines.vllm.http import (
+    RefusedRequest,
+    client,
+    connection_errors,
+    describe,
+    read_json,
+)
+from thundersync_jax.engines.vllm.servers import HEALTH_SECS, Servers
+from thundersync_jax.errors import ConfigError
+
+
+class Published(NamedTuple):
+    """What a publication came to."""
+
+    weight_version: str  # the name that servers now give for their weights
+    lost: Mapping["Server", str]  # servers that are gone, and why
+
+
+# (parameters, policy version, the servers that are left)
+Publish = Callable[[Any, int, Sequence["Server"]], Published]
+
+
+class Server:
+    """One server, and calls that wait for its answer.
+
+    All but `health` and `models` want its development mode. All raise `ConnectionError`
+    where it does not answer in time or not at all, and `ValueError` where it refuses or
+    answers something else.
+
+    Attributes:
+      address: As http://localhost:8000.
+      timeout_secs: Deadline of a call.
+    """
+
+    def __init__(self, address: str, timeout_secs: float):
+        """Names a server; nothing is sent."""
+        self.address = address.rstrip("/")
+        self.timeout_secs = timeout_secs
+
+    def __repr__(self) -> str:
+        return f"Server({self.address!r})"
+
+    def health(self) -> None:
+        """Returns where the server is well."""
+        self._call("GET", "/health", timeout_secs=HEALTH_SECS)
+
+    def models(self) -> wire.ServedModel:
+        """What it serves."""
+        answer = self._call("GET", "/v1/models", timeout_secs=HEALTH_SECS)
+        return wire.read_model(answer)
+
+    def weight_version(self) -> str:
+        """What `set_weight_version` was given last; "default" before."""
+        answer = self._call("GET", "/weight_info", timeout_secs=HEALTH_SECS)
+        return wire.read_weight_version(answer)
+
+    def set_weight_version(self, version: str) -> None:
+        """Names the weights."""
+        self._call("POST", "/update_weight_version", {"new_version": version})
+
+    def pause(self) -> None:
+        """Lets running requests end; later ones wait for `resume`."""
+        self._call("POST", "/pause?mode=wait")
+
+    def resume(self) -> None:
+        """Ends a pause."""
+        self._call("POST", "/resume")
+
+    def reload(self) -> None:
+        """Reads the weights of its folder again, in place."""
+        self._call("POST", "/collective_rpc", {"method": "reload_weights"})
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets keys and values of earlier prompts, which other weights made."""
+        self._call("POST", "/reset_prefix_cache")
+
+    def complete(
+        self,
+        prompt: np.ndarray,
+        *,
+        max_tokens: int,
+        temperature: float,
+        seed: int,
+        stop_ids: Sequence[int] = (),
+    ) -> wire.Completion:
+        """Samples one turn.
+
+        Args:
+          prompt: int[N].
+          max_tokens: Most tokens of the answer; without `stop_ids`, exactly so many.
+          temperature: Of sampling, and of the log-probabilities where the server runs
+            with --logprobs-mode processed_logprobs. 0 takes the largest.
+          seed: 0 .. 2^63 - 1.
+          stop_ids: Any of them ends the answer.
+        """
+        given = {"max_tokens": max_tokens, "stop_ids": stop_ids}
+        body = wire.completion_request(
+            self.models().name, prompt, temperature=temperature, seed=seed, **given
+        )
+        answer = self._call("POST", "/v1/completions", body)
+        return wire.read_completion(answer, prompt, **given)
+
+    def score(self, prompt: np.ndarray, top_k: int = 0) -> np.ndarray:
+        """Scores a prompt, before temperature.
+
+        Args:
+          prompt: int[N], N >= 2.
+          top_k: Likeliest ids that the server computes beside.
+
+        Returns:
+          float32[N - 1], of all but the first token.
+        """
+        body = wire.scoring_request(self.models().name, prompt, top_k)
+        answer = self._call("POST", "/v1/completions", body)
+        positions = np.arange(1, len(prompt))
+        return wire.read_scores(answer, prompt, positions)[0]
+
+    def _call(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        timeout_secs: float | None = None,
+    ) -> Any:
+        try:
+            with client(timeout_secs or self.timeout_secs) as http:
+                response = http.request(method, self.address + path, json=body)
+        except connection_errors() as error:
+            raise ConnectionError(f"{self.address}{path}: {describe(error)}") from error
+        try:
+            return read_json(response.status_code, response.text)
+        except (ValueError, ConnectionError) as error:
+            raise type(error)(f"{self.address}{path}: {error}") from error
+
+
+def check(
+    servers: Sequence[Server], context_tokens: int, development: bool
+) -> dict[Server, wire.ServedModel]:
+    """Asks every server what it serves.
+
+    Args:
+      servers: All of them have to be well.
+      context_tokens: Longest sequence of a request, its answer included.
+      development: Whether its development mode is needed.
+
+    Raises:
+      ConfigError: One does not answer, or cannot do what is needed.
+    """
+    found = {}
+    for server in servers:
+        try:
+            server.health()
+            found[server] = model = server.models()
+        except (ConnectionError, ValueError) as error:
+            raise ConfigError(
+                f"{error}; expected a vLLM server there. Start it and wait for its "
+                "/health."
+            ) from error
+        if model.max_model_len < context_tokens:
+            raise ConfigError(
+                f"{server.address} has --max-model-len {model.max_model_len}, expected "
+                f"at least {context_tokens}. Raise it or lower rollout.context_tokens."
+            )
+        if development:
+            _check_development(server)
+    return found
+
+
+def _check_development(server: Server) -> None:
+    try:
+        server.weight_version()
+    except RefusedRequest as error:
+        raise ConfigError(
+            f"{error}; expected the version of its weights. Start that server with "
+            "VLLM_SERVER_DEV_MODE=1 in its environment."
+        ) from error
+    except (ConnectionError, ValueError) as error:
+        raise ConfigError(
+            f"{error}; expected the version of its weights. Restart that server."
+        ) from error
+
+
+class VLLMEngine:
+    """Behind `rollout.engine.RemoteEngine`.
+
+    Attributes:
+      context_tokens: As given.
+      servers: One for each address.
+    """
+
+    def __init__(
+        self,
+        settings: VLLMConfig,
+        context_tokens: int,
+        vocab_size: int,
+        publish: Publish,
+        on_line: Callable[[str], None] = print,
+    ):
+        """Asks all servers whether they can do what is needed.
+
+        Args:
+          settings: Which servers, and how long to wait for them.
+          context_tokens: Longest sequence of a session.
+          vocab_size: Ids of the model; others are refused.
+          publish: Called by the pool's `update`, with no request outstanding. An
+            exception is the pool's.
+          on_line: Told of every server that is taken out.
+
+        Raises:
+          ConfigError: A server is not there or was started otherwise than is needed.
+        """
+        self.context_tokens = context_tokens
+        timeout_secs = settings.publish_timeout_secs
+        self.servers = [Server(a, timeout_secs) for a in settings.servers]
+        self._models = check(self.servers, context_tokens, development=True)
+        self._settings = settings
+        self._vocab_size = vocab_size
+        self._publish = publish
+        self._on_line = on_line
+        self._asked: Servers | None = None
+
+    @property
+    def retries(self) -> int:
+        """Turns so far that were asked for again because a server failed."""
+        return self._asked.retries if self._asked else 0
+
+    def connect(
+        self, loop: asyncio.AbstractEventLoop, on_error: Callable[[BaseException], None]
+    ) -> "VLLMConnection":
+        """As `RemoteEngine` says."""
+        self._asked = Servers(
+            {server.address: model.name for server, model in self._models.items()},
+            timeout_secs=self._settings.request_timeout_secs,
+            attempts=self._settings.attempts,
+            loop=loop,
+            on_error=on_error,
+            on_line=self._on_line,
+        )
+        return VLLMConnection(self, self._asked, self._publish, self._vocab_size)
+
+
+@dataclasses.dataclass(eq=False)
+class _Session:
+    """Ids so far, and how many turns of them were sampled."""
+
+    ids: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
+    turns: int = 0
+
+
+class VLLMConnection:
+    """Behind `rollout.engine.Connection`; `update` and `close` wait, nothing else."""
+
+    def __init__(
+        self, engine: VLLMEngine, servers: Servers, publish: Publish, vocab_size: int
+    ):
+        """See `VLLMEngine.connect`."""
+        self._engine = engine
+        self._servers = servers
+        self._publish = publish
+        self._vocab_size = vocab_size
+        self._policy_version: int | None = None
+        self._sessions: dict[Hashable, _Session] = {}
+
+    async def sample(self, request: Request) -> Response:
+        """Waits for one turn, tried on other servers where one fails.
+
+        Raises:
+          ValueError: It does not fit, no weights were published, or every try failed.
+        """
+        session = self._sessions.setdefault(request.session, _Session())
+        prompt = np.concatenate([session.ids, np.asarray(request.new_ids, np.int32)])
+        version = self._policy_version
+        self._check_request(request, prompt, version)
+        seed = wire.seed_number(request.seed)
+        given = {"max_tokens": request.max_new_tokens, "stop_ids": request.stop_ids}
+        temperature = request.temperature
+
+        def body(model: str) -> dict[str, Any]:
+            return wire.completion_request(
+                model, prompt, temperature=temperature, seed=seed, **given
+            )
+
+        def read(answer: Any) -> wire.Completion:
+            return wire.read_completion(
+                answer, prompt, **given, vocab_size=self._vocab_size
+            )
+
+        name = f"{request.session} turn {session.turns}"
+        found = await self._servers.ask(request.session, name, body, read)
+        session.ids = np.concatenate([prompt, found.ids])
+        session.turns += 1
+        return Response(request.session, *found, policy_version=version)
+
+    def release(self, session: Hashable) -> None:
+        """Ends a session; no server is told, nothing there waits for it."""
+        self._sessions.pop(session, None)
+        self._servers.release(session)
+
+    def update(self, params: object, policy_version: int, limit_secs: float) -> None:
+        """Publishes; every call to a server has its own deadline in place of this.
+
+        Raises:
+          ServerError: No server is left.
+        """
+        by_address = {server.address: server for server in self._engine.servers}
+        members = {
+            by_address[member.address]: member
+            for member in self._servers.members
+            if member.out is None
+        }
+        published = self._publish(params, policy_version, tuple(members))
+        for server, reason in published.lost.items():
+            self._servers.take_out(members[server], reason)
+        self._servers.check_left()
+        self._policy_version = policy_version
+        self._servers.weight_version = published.weight_version
+
+    def close(self, timeout_secs: float) -> bool:
+        """Waits until the ending event loop has closed all connections."""
+        return self._servers.close(timeout_secs)
+
+    def _check_request(
+        self, request: Request, prompt: np.ndarray, version: int | None
+    ) -> None:
+        if version is None:
+            raise ValueError("no weights were published yet: call update() before")
+        lowest, highest = wire.TEMPERATURES
+        if request.temperature and not lowest <= request.temperature <= highest:
+            raise ValueError(
+                f"temperature {request.temperature:g}, expected 0 or {lowest:g} to "
+                f"{highest:g}: vLLM knows no other"
+            )
+        most = self._engine.context_tokens
+        if not len(prompt) or len(prompt) + request.max_new_tokens > most:
+            raise ValueError(
+                f"session {request.session!r} has {len(prompt)} tokens and may sample "
+                f"{request.max_new_tokens}; expected at least one and at most {most} "
+                "together, the engine's context"
+            )

@@ -1,0 +1,232 @@
+"""Publication: new parameters to vLLM servers, at the step boundary and only there.
+
+    write the weights, then on every server:
+    pause, reload, drop prefix caches, name the version, resume, probe
+
+All servers have answered before the next request of a trajectory goes out. The probe
+is the learner's own judgement: a server must give a fixed prompt, and tokens that it
+samples behind it, the learner's log-probabilities.
+"""
+
+import functools
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+
+from thundersync_jax.config import VLLMConfig
+from thundersync_jax.config.model import SHAPE, ModelConfig
+from thundersync_jax.engines.vllm.engine import Published, Server
+from thundersync_jax.errors import ConfigError, ServerError
+from thundersync_jax.hf import weights
+from thundersync_jax.models import transformer
+
+Tree = Any
+_PROMPT_TOKENS = 272  # at most: more than two blocks of 128, vLLM's largest, are cached
+_SAMPLED_TOKENS = 8
+# Not 1, where log-probabilities before and after temperature would be the same.
+_TEMPERATURE = 0.5
+_TOLERANCE = {
+    "float32": 1e-4,
+    "bfloat16": 0.3,
+}  # nats; of log-probabilities down to -20
+
+
+class Publisher:
+    """Brings parameters to servers, and makes sure that they arrived.
+
+    Attributes:
+      difference: Nats; the largest that the last probe found of any server's
+        log-probabilities from the learner's.
+    """
+
+    def __init__(
+        self,
+        settings: VLLMConfig,
+        model: ModelConfig,
+        context_tokens: int,
+        on_line: Callable[[str], None] = print,
+    ):
+        """Prepares the probe.
+
+        Args:
+          settings: The servers' folder, their dtype and the tolerance.
+          model: The policy.
+          context_tokens: Longest sequence that the servers take.
+          on_line: Told once what the first probe found.
+
+        Raises:
+          ConfigError: The folder holds another model, or none.
+        """
+        self._folder, self._dtype = settings.weights_dir, settings.dtype
+        self._tolerance = settings.probe_tolerance or _TOLERANCE[settings.dtype]
+        self._served = _served(self._folder, model)
+        self._on_line = on_line
+        self._run = uuid.uuid4().hex[:8]  # another trainer's weights have other names
+        self._count = 0
+        self.difference = float("nan")
+        prompt = max(1, min(_PROMPT_TOKENS, context_tokens - _SAMPLED_TOKENS))
+        ids = np.random.default_rng(0).integers(0, model.vocab_size, prompt)
+        self._prompt = ids.astype(np.int32)
+        self._sampled_tokens = min(_SAMPLED_TOKENS, context_tokens - prompt)
+        self._learner = jax.jit(
+            functools.partial(transformer.surrogate_logprobs, model)
+        )
+
+    def publish(
+        self, params: Tree, version: int, servers: Sequence[Server]
+    ) -> Published:
+        """Gives servers the parameters.
+
+        Args:
+          params: Of the policy, on the learner's devices.
+          version: Policy version, part of the weights' name.
+          servers: Those that sample. None of them answers a trajectory meanwhile.
+
+        Raises:
+          ServerError: A server refused the weights, or answers by others.
+        """
+        first = self._count == 0
+        if first and servers:
+            # Servers start with these very parameters, which proves no reload: they
+            # have to follow others first.
+            lost = self._deliver(_others(params), version, servers).lost
+            servers = [server for server in servers if server not in lost]
+            found = self._deliver(params, version, servers)
+            found = found._replace(lost={**lost, **found.lost})
+            self._on_line(
+                f"{len(servers)} servers hold the policy: log-probabilities within "
+                f"{self.difference:.1e} nats of the learner's, at most "
+                f"{self._tolerance:g} is allowed"
+            )
+            return found
+        return self._deliver(params, version, servers)
+
+    def _deliver(
+        self, params: Tree, version: int, servers: Sequence[Server]
+    ) -> Published:
+        self._count += 1
+        name = f"policy {version}, publication {self._count} of run {self._run}"
+        written = params
+        if not self._served.tied_embeddings:
+            written = params | {"unembed": transformer.head_weights(params)}
+        self._write(written, {"weight_version": name})
+        found: dict[Server, Any] = {}
+        if servers:
+            bring = functools.partial(self._bring, name=name)
+            with ThreadPoolExecutor(len(servers)) as threads:
+                found = dict(zip(servers, threads.map(bring, servers), strict=True))
+        answers = {s: a for s, a in found.items() if not isinstance(a, str)}
+        gaps = [self._gap(server, params, *a) for server, a in answers.items()]
+        self.difference = max(gaps, default=float("nan"))
+        lost = {server: a for server, a in found.items() if server not in answers}
+        return Published(name, lost)
+
+    def _write(self, params: Tree, metadata: dict[str, str]) -> None:
+        given = self._folder, self._served, params, self._dtype, metadata
+        try:
+            weights.write_tensors(*given)
+        except OSError as error:
+            raise ServerError(
+                f"the weights cannot be written to vllm.weights_dir {self._folder}: "
+                f"{error.strerror or error}; expected a folder to write to, with room "
+                "for them. Make room or write it again with thundersync_jax.export."
+            ) from error
+
+    def _bring(self, server: Server, name: str) -> Any:
+        """What a server then samples and scores, or one line where it is gone."""
+        try:
+            _update(server, name)
+            # Sampled first: it reads the prefix cache, where scores of a prompt do not.
+            sampled = server.complete(
+                self._prompt,
+                max_tokens=self._sampled_tokens,
+                temperature=_TEMPERATURE,
+                seed=self._count,
+            )
+            return sampled.ids, sampled.logprobs, server.score(self._prompt)
+        except ConnectionError as error:
+            return f"publishing {name}: {error}"
+        except ValueError as error:
+            raise ServerError(
+                f"publishing {name}: {error}; expected a server "
+                "that reloads and scores. Start it as launch/local_vllm.sh does."
+            ) from error
+
+    def _gap(
+        self,
+        server: Server,
+        params: Tree,
+        ids: np.ndarray,
+        logprobs: np.ndarray,
+        scores: np.ndarray,
+    ) -> float:
+        """The largest difference of a server's numbers from the learner's."""
+        prompt = len(self._prompt)
+        tokens = np.concatenate([self._prompt, ids])
+        parts = (
+            ("its prompt's tokens", 1.0, slice(1, prompt), scores),
+            ("tokens that it sampled", _TEMPERATURE, slice(prompt, None), logprobs),
+        )
+        largest = 0.0
+        for what, temperature, own, given in parts:
+            learner = self._learner(params, tokens, np.float32(temperature))
+            learner = np.asarray(learner)[own]
+            gaps = np.abs(learner - given)
+            gap, at = float(np.max(gaps)), int(np.argmax(gaps))  # they keep a NaN
+            if not gap <= self._tolerance:
+                raise ServerError(
+                    f"{server.address} does not sample from the learner's policy: "
+                    f"log-probabilities of {what} differ by up to {gap:.2g} nats "
+                    f"({given[at]:.4f} there, {learner[at]:.4f} here), expected at "
+                    f"most {self._tolerance:g}. Check that it serves {self._folder} "
+                    f"with --dtype {self._dtype} and --logprobs-mode "
+                    "processed_logprobs (and, on CPU, without a tied head: "
+                    "thundersync_jax.export --untied), or raise vllm.probe_tolerance."
+                )
+            largest = max(largest, gap)
+        return largest
+
+
+def _update(server: Server, name: str) -> None:
+    server.health()  # a hung one would take the whole deadline of a publication
+    server.pause()
+    server.reload()
+    server.reset_prefix_cache()
+    server.set_weight_version(name)
+    server.resume()
+    found = server.weight_version()
+    if found != name:
+        raise ServerError(
+            f"{server.address} has weights {found!r} right after an update to "
+            f"{name!r}; does another trainer use it? Give each its own servers."
+        )
+
+
+def _others(params: Tree) -> Tree:
+    """Parameters whose log-probabilities nobody takes for those of `params`."""
+    names = {"embed", "unembed"} & params.keys()
+    return params | {name: params[name][::-1] for name in names}
+
+
+def _served(folder: str, model: ModelConfig) -> ModelConfig:
+    """What servers read from a folder: the policy, its head tied or not."""
+    try:
+        served = ModelConfig(path=folder)
+    except ConfigError as error:
+        raise ConfigError(
+            f"vllm.weights_dir is {folder!r}, expected the folder that the servers "
+            f"serve, but {error} Write it with thundersync_jax.export --initial."
+        ) from error
+    for name in SHAPE:
+        own, other = getattr(model, name), getattr(served, name)
+        if own != other and not (name == "tied_embeddings" and own):
+            raise ConfigError(
+                f"vllm.weights_dir {folder} has model.{name} {other}, the policy has "
+                f"{own}; expected the same model. Write it there with "
+                "thundersync_jax.export --initial and restart the servers."
+            )
+    return served

@@ -1,0 +1,167 @@
+"""A teacher on vLLM servers, behind `rollout.teacher.Teacher`.
+
+It scores through prompt log-probabilities: what a server says of tokens that it is
+given. vLLM takes those before temperature, so that there is no teacher at another one
+than 1, and computes them anew for the whole sequence: a turn costs all tokens so far.
+Numbers are normalised over all rows of the served model, its padding included.
+"""
+
+import asyncio
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from thundersync_jax.engines.base import Scored
+from thundersync_jax.engines.vllm import wire
+from thundersync_jax.engines.vllm.engine import Server, check
+from thundersync_jax.engines.vllm.servers import Servers
+from thundersync_jax.errors import ConfigError
+
+
+class VLLMTeacher:
+    """What a remote teacher is asked for; `connect` puts it into an event loop.
+
+    Attributes:
+      tokens_run: Tokens that were sent to be scored so far.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        *,
+        kind: Literal["sampled", "top_k", "full"],
+        top_k: int,
+        width: int,
+        temperature: float,
+        context_tokens: int,
+        timeout_secs: float,
+        attempts: int = 2,
+        on_line: Callable[[str], None] = print,
+    ):
+        """Asks all servers whether they can do what is needed.
+
+        Args:
+          addresses: Of the servers, each as http://localhost:8000.
+          kind: What is told per position: the log-probability of the token itself, or
+            the `top_k` likeliest ids with theirs.
+          top_k: K of kind "top_k", below `width`.
+          width: Ids that policy and teacher have; likeliest ids are looked for among
+            them.
+          temperature: Of the rollout.
+          context_tokens: Longest sequence of a session.
+          timeout_secs: Deadline of one try.
+          attempts: Tries of a turn.
+          on_line: Told of every server that is taken out.
+
+        Raises:
+          ConfigError: It cannot be, or a server is not there or cannot do it.
+        """
+        _check(kind, top_k, width, temperature)
+        self.tokens_run = 0
+        self._top_k = top_k if kind == "top_k" else 0
+        self._width = width
+        self._timeout_secs = timeout_secs
+        self._attempts = attempts
+        self._on_line = on_line
+        servers = [Server(address, timeout_secs) for address in addresses]
+        # One token is sampled behind those that are scored.
+        models = check(servers, context_tokens + 1, development=False)
+        self._models = {server.address: model.name for server, model in models.items()}
+        for server in servers:
+            self._check_server(server)
+
+    def connect(
+        self, loop: asyncio.AbstractEventLoop, on_error: Callable[[BaseException], None]
+    ) -> "VLLMTeacherConnection":
+        """As `rollout.teacher.MakeTeacher` says."""
+        servers = Servers(
+            self._models,
+            timeout_secs=self._timeout_secs,
+            attempts=self._attempts,
+            loop=loop,
+            on_error=on_error,
+            on_line=self._on_line,
+        )
+        return VLLMTeacherConnection(self, servers, self._top_k, self._width)
+
+    def _check_server(self, server: Server) -> None:
+        try:
+            server.score(np.zeros(2, np.int32), self._top_k)
+        except (ConnectionError, ValueError) as error:
+            raise ConfigError(
+                f"{error}; expected the scores of a prompt. Start that server with "
+                f"--max-logprobs {self._top_k or 1} or more."
+            ) from error
+
+
+class VLLMTeacherConnection:
+    """Behind `rollout.teacher.Teacher`; one event loop's own."""
+
+    def __init__(self, teacher: VLLMTeacher, servers: Servers, top_k: int, width: int):
+        """See `VLLMTeacher.connect`."""
+        self._teacher = teacher
+        self._servers = servers
+        self._top_k = top_k
+        self._width = width
+
+    async def logprobs(
+        self, session: Hashable, tokens: np.ndarray, positions: np.ndarray
+    ) -> Scored:
+        """As `Teacher` says, tried on other servers where one fails.
+
+        Raises:
+          ValueError: A token is none of the teacher's, or every try failed.
+        """
+        tokens, positions = np.asarray(tokens, np.int32), np.asarray(positions)
+        outside = tokens[(tokens < 0) | (tokens >= self._width)]
+        if len(outside):
+            raise ValueError(
+                f"session {session!r} has token {outside[0]}; policy and teacher share "
+                f"ids 0 .. {self._width - 1}"
+            )
+
+        def body(model: str) -> dict[str, Any]:
+            return wire.scoring_request(model, tokens, self._top_k)
+
+        def read(answer: Any) -> Scored:
+            return self._read(answer, tokens, positions)
+
+        name = f"{session} scoring to {len(tokens)}"
+        scored = await self._servers.ask(session, name, body, read)
+        self._teacher.tokens_run += len(tokens)
+        return scored
+
+    def release(self, session: Hashable) -> None:
+        """Ends a session; no server is told, nothing there waits for it."""
+        self._servers.release(session)
+
+    def close(self, timeout_secs: float) -> bool:
+        """Waits until the ending event loop has closed all connections."""
+        return self._servers.close(timeout_secs)
+
+    def _read(self, answer: Any, tokens: np.ndarray, positions: np.ndarray) -> Scored:
+        logprobs, tables = wire.read_scores(answer, tokens, positions)
+        if not self._top_k:
+            return Scored(logprobs[:, None], None)
+        given = self._top_k, self._width
+        best = np.asarray([wire.best_ids(table, *given) for table in tables])
+        return Scored(best[..., 1].astype(np.float32), best[..., 0].astype(np.int32))
+
+
+def _check(kind: str, top_k: int, width: int, temperature: float) -> None:
+    if kind == "full":
+        raise ConfigError(
+            "teacher.servers is given with a loss of full distributions, expected the "
+            "likeliest ids: servers send those alone. Set loss.distill_top_k."
+        )
+    if temperature != 1.0:
+        raise ConfigError(
+            f"teacher.servers is given with rollout.temperature {temperature:g}, "
+            "expected 1: vLLM scores prompts before temperature. Set it to 1, or give "
+            "teacher.workdir in place of servers."
+        )
+    if kind == "top_k" and not 1 <= top_k < width:
+        raise ConfigError(
+            f"top_k={top_k} of {width} ids; expected at least 1 and fewer than all"
+        )

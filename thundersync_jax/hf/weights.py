@@ -1,0 +1,341 @@
+"""Weights of Hugging Face folders: into sharded parameters, and back.
+
+A process reads only what its devices hold. Parameters are float32 (float64 for float64
+models) whatever a folder stores. What a config.json means is in `model_folder.py`.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from thundersync_jax.config import model_folder
+from thundersync_jax.config.checks import require
+from thundersync_jax.config.model import ModelConfig
+from thundersync_jax.errors import ConfigError
+from thundersync_jax.hf import files
+from thundersync_jax.hf import tensors as families
+from thundersync_jax.models import layers, transformer
+
+Tree = Any
+GENERATION_FILE = "generation_config.json"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+STORED_DTYPES = ("float32", "bfloat16", "float16", "float64")
+_PARTIAL = ".partial"  # ends the names of files that are being written
+# Of a folder's model and of savings that were cut off; others stay.
+_WEIGHT_FILES = ("model.safetensors*", "model-*-of-*.safetensors*")
+# Where an index names the files of the first kind, new ones are of the second.
+_GENERATIONS = ("", "-b")
+
+
+def check(folder: str | os.PathLike, config: ModelConfig) -> None:
+    """Refuses a folder whose tensors are not this model's; only headers are read.
+
+    Raises:
+      ConfigError: A tensor is missing, not expected, of another shape, or of a dtype
+        that cannot be read; or a file is torn.
+    """
+    _checked(Path(folder).expanduser(), config)
+
+
+def load(folder: str | os.PathLike, config: ModelConfig, shardings: Tree) -> Tree:
+    """The parameters of a folder, laid out over devices.
+
+    Args:
+      folder: A Hugging Face folder.
+      config: Its model.
+      shardings: The tree of `transformer.init` with a sharding for each array.
+
+    Returns:
+      The tree of `transformer.init`: float32 (float64 for float64 models).
+
+    Raises:
+      ConfigError: As `check`; nothing has been put on a device then.
+    """
+    found = _checked(Path(folder).expanduser(), config)
+    if config.tied_embeddings and families.HEAD in found:
+        require(
+            files.equal(found[families.EMBEDDING], found[families.HEAD]),
+            f"{families.HEAD} of {folder} differs from {families.EMBEDDING} although "
+            "config.json has tie_word_embeddings true",
+            "the same numbers",
+            "Set tie_word_embeddings to false if the head is its own.",
+        )
+    leaves: dict[tuple[str, ...], list[families.Tensor]] = {}
+    for tensor in families.tensors(config):
+        leaves.setdefault(tensor.leaf, []).append(tensor)
+
+    def leaf(path, sharding):
+        tensors = leaves[tuple(key.key for key in path)]
+        return _leaf(tensors, found, _parameter_dtype(config), sharding)
+
+    return jax.tree.map_with_path(leaf, shardings)
+
+
+def save(
+    folder: str | os.PathLike,
+    config: ModelConfig,
+    params: Tree,
+    dtype: str = "float32",
+    *,
+    metadata: Mapping[str, str] | None = None,
+    tokenizer_from: str | os.PathLike | None = None,
+    generation: Mapping[str, Any] | None = None,
+    most_shard_bytes: float = 5e9,
+) -> None:
+    """Writes a folder that transformers and vLLM load.
+
+    Every file is written under another name first; config.json is renamed last.
+
+    Args:
+      folder: Made where it is missing. A model that is there is replaced.
+      config: The model. What its shape leaves open comes from the config.json of
+        `tokenizer_from`.
+      params: As `transformer.init` returns them, on any devices of this process.
+      dtype: Of the stored weights: "float32", "bfloat16", "float16" or "float64".
+      metadata: Texts for the headers of the safetensors files.
+      tokenizer_from: A folder whose tokenizer, chat template and generation_config.json
+        are copied; by default `config.path`.
+      generation: What generation_config.json holds instead.
+      most_shard_bytes: Weights that take more are cut into several files.
+
+    Raises:
+      ConfigError: No published family has such a model.
+      ValueError: Weights that are not finite, in `dtype`, or have other shapes.
+    """
+    folder, source = Path(folder).expanduser(), tokenizer_from or config.path
+    source = Path(source).expanduser() if source is not None else None
+    other = {}
+    if source is not None and (source / model_folder.CONFIG_FILE).is_file():
+        other = model_folder.read_json(source / model_folder.CONFIG_FILE)
+    described = model_folder.config_json(config, dtype, other)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_tensors(folder, config, params, dtype, metadata, most_shard_bytes)
+    staged = {}
+    if source is not None and source.resolve() != folder.resolve():
+        for name in (*TOKENIZER_FILES, GENERATION_FILE):
+            if (source / name).is_file():
+                staged[name] = folder / (name + _PARTIAL)
+                shutil.copyfile(source / name, staged[name])
+    if generation is not None or source is None:
+        given = {"_from_model_config": True} if generation is None else generation
+        staged[GENERATION_FILE] = _stage_json(folder, GENERATION_FILE, given)
+    config_file = model_folder.CONFIG_FILE
+    staged[config_file] = _stage_json(folder, config_file, described)
+    _rename(staged, folder)
+
+
+def write_tensors(
+    folder: str | os.PathLike,
+    config: ModelConfig,
+    params: Tree,
+    dtype: str = "float32",
+    metadata: Mapping[str, str] | None = None,
+    most_shard_bytes: float = 5e9,
+) -> None:
+    """Replaces the weights of a folder, its safetensors files alone.
+
+    Whoever reads meanwhile, or after this was killed, finds all of the old weights or
+    all of the new: one file is renamed into its place, or files under new names become
+    the model's with their index. The host holds two copies of one tensor at most.
+
+    Args, Raises: As `save`.
+    """
+    require(
+        dtype in STORED_DTYPES,
+        f"the dtype of saved weights is {dtype!r}",
+        "one of " + ", ".join(STORED_DTYPES),
+        "Take float32 to lose nothing.",
+    )
+    folder, stored = Path(folder).expanduser(), jnp.dtype(dtype)
+    pieces = [_piece(tensor, params, stored) for tensor in families.tensors(config)]
+    shards = _shards(pieces, stored, most_shard_bytes)
+    names = _file_names(folder, len(shards))
+    staged, places = {}, {}
+    # vLLM and transformers look for "format" and refuse other values.
+    texts = {"format": "pt", **(metadata or {})}
+    for name, shard in zip(names, shards, strict=True):
+        staged[name] = folder / (name + _PARTIAL)
+        files.write(staged[name], shard, stored, texts)
+        places |= {piece.name: name for piece in shard}
+    if len(shards) > 1:
+        total = sum(int(np.prod(piece.shape)) for piece in pieces) * stored.itemsize
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        name = files.INDEX_FILE
+        staged[name] = _stage_json(folder, name, index)
+    _rename(staged, folder)
+    for pattern in _WEIGHT_FILES:
+        for path in folder.glob(pattern):
+            if path.name not in staged:
+                path.unlink()
+
+
+def _checked(folder: Path, config: ModelConfig) -> dict[str, files.Stored]:
+    found = files.stored(folder)
+    expected = {tensor.name: tensor.shape for tensor in families.tensors(config)}
+    missing = [name for name in expected if name not in found]
+    require(
+        not missing,
+        f"{folder} has no tensor {_few(missing)}",
+        f"shape {list(expected[missing[0]]) if missing else ''}: config.json tells of "
+        f"{config.layers} layers",
+        "Download or save the folder again.",
+    )
+    if config.tied_embeddings:
+        expected[families.HEAD] = expected[families.EMBEDDING]
+    extra = [
+        name
+        for name in found
+        if name not in expected and not name.endswith(families.IGNORED_END)
+    ]
+    require(
+        not extra,
+        f"{folder} has a tensor {_few(extra)} of shape "
+        f"{list(found[extra[0]].shape) if extra else ''}",
+        "none of this name: the model of config.json does not use it",
+        "Name the folder of a dense Qwen 2, 2.5 or 3 or Llama 3 model.",
+    )
+    for name, shape in expected.items():
+        if name not in found:  # the head of tied embeddings
+            continue
+        tensor = found[name]
+        require(
+            tensor.shape == shape,
+            f"tensor {name} of {tensor.path} has shape {list(tensor.shape)}",
+            f"{list(shape)}, as config.json tells",
+            "Correct config.json, or download the folder again.",
+        )
+        require(
+            tensor.dtype in files.DTYPES,
+            f"tensor {name} of {tensor.path} is stored as {tensor.dtype}",
+            "one of " + ", ".join(files.DTYPES),
+            "Name the folder of weights that are not quantized.",
+        )
+    return found
+
+
+def _few(names: Sequence[str]) -> str:
+    rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + rest
+
+
+def _parameter_dtype(config: ModelConfig) -> np.dtype:
+    return np.dtype(layers.wide(transformer.compute_dtype(config)))
+
+
+def _leaf(tensors, found, dtype, sharding) -> jax.Array:
+    """One parameter, read per part and put on the devices that hold the part."""
+    first = tensors[0]
+    shape = first.parameter_shape
+    stacked = first.layer is not None
+    if stacked:
+        shape = len(tensors), *shape
+
+    def read(index):
+        sizes = zip(index, shape, strict=True)
+        out = np.empty([len(range(n)[s]) for s, n in sizes], dtype)
+        chosen = tensors[index[0]] if stacked else tensors
+        for tensor, place in zip(chosen, out if stacked else [out], strict=True):
+            part = index[1:] if stacked else index
+            stored = found[tensor.name]
+            files.copy_part(stored, tensor.apart, tensor.axes, part, place)
+        return out
+
+    holders: dict[tuple, list[jax.Device]] = {}
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        key = tuple((s.start, s.stop) for s in index)
+        holders.setdefault(key, []).append(device)
+    arrays = []
+    for key, devices in holders.items():
+        part = read([slice(*ends) for ends in key])
+        # Not jax.make_array_from_callback: it holds the parts of all devices at once.
+        arrays += jax.block_until_ready([jax.device_put(part, d) for d in devices])
+    return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
+
+
+def _piece(tensor: families.Tensor, params: Tree, dtype: np.dtype) -> files.Piece:
+    leaf = params
+    for key in tensor.leaf:
+        leaf = leaf[key]
+    found = leaf.shape if tensor.layer is None else leaf.shape[1:]
+    if found != tensor.parameter_shape:
+        raise ValueError(
+            f"parameter {'.'.join(tensor.leaf)} has shape {leaf.shape}, expected "
+            f"{tensor.parameter_shape} for {tensor.name}; give the model's own config"
+        )
+
+    def value():
+        # Narrow casts run on the device: half as many bytes come to the host.
+        on_device = dtype if dtype.itemsize < leaf.dtype.itemsize else leaf.dtype
+        layer = None if tensor.layer is None else np.int32(tensor.layer)
+        array = np.asarray(_one_layer(leaf, layer, on_device)).astype(dtype, copy=False)
+        if not np.isfinite(array).all():
+            raise ValueError(
+                f"{tensor.name} is not finite in {dtype}; nothing is saved. A wider "
+                "dtype holds larger numbers"
+            )
+        return array.transpose(np.argsort(tensor.axes)).reshape(tensor.shape)
+
+    return files.Piece(tensor.name, tensor.shape, value)
+
+
+@jax.jit(static_argnums=2)
+def _one_layer(leaf, layer, dtype):
+    return (leaf if layer is None else leaf[layer]).astype(dtype)
+
+
+def _shards(pieces, dtype, most_bytes):
+    shards, filled = [[]], 0
+    for piece in pieces:
+        size = int(np.prod(piece.shape)) * dtype.itemsize
+        if shards[-1] and filled + size > most_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(piece)
+        filled += size
+    return shards
+
+
+def _file_names(folder: Path, count: int) -> list[str]:
+    """Of the next weights; those that an index names now are kept until it changes."""
+    if count == 1:
+        return [files.ONE_FILE]
+    current = set()
+    if (folder / files.INDEX_FILE).exists():
+        current = set(files.indexed(folder / files.INDEX_FILE))
+    for mark in _GENERATIONS:
+        numbers = range(1, count + 1)
+        names = [f"model-{i:05}-of-{count:05}{mark}.safetensors" for i in numbers]
+        if current.isdisjoint(names):
+            return names
+    raise ConfigError(
+        f"{folder / files.INDEX_FILE} names files of two savings, expected one. "
+        "Delete it and the safetensors files."
+    )
+
+
+def _stage_json(folder: Path, name: str, value: Mapping[str, Any]) -> Path:
+    path = folder / (name + _PARTIAL)
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    return path
+
+
+def _rename(staged: Mapping[str, Path], folder: Path) -> None:
+    for name, path in staged.items():
+        path.replace(folder / name)

@@ -1,0 +1,324 @@
+"""What a bench found: one object for programs, two or three tables for people.
+
+All figures are medians over the steps; a speed-up is the median of the ratios of single
+steps, which have the same trajectories and the same waits. Nothing is measured here.
+"""
+
+import dataclasses
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from thundersync_jax.measure import calibration
+from thundersync_jax.measure.live import Live
+from thundersync_jax.metrics.timing import group_correlation
+from thundersync_jax.types import Trajectory
+from thundersync_jax.view import tables
+from thundersync_jax.view.display import Display
+from thundersync_jax.view.tables import Column
+
+LARGEST_CONTENTION = 1.15  # beyond it the table says so
+LARGEST_UNIFORM_SHARE = 0.05  # of groups: batch and group release skip them
+
+PLAIN = "plain sums"  # trajectory release, one trajectory a call, beside exact sums
+_NOISE = 0.05  # of learner times within one run
+
+_TIME_COLUMNS = (
+    Column("release", 10, left=True),
+    Column("step\nsecs", 6),
+    Column("over\nbatch", 6),
+    Column("rollout\nsecs", 7),
+    Column("of\nbatch", 6),
+    Column("learner\nsecs", 7),
+    Column("first\nrelease", 7),
+    Column("last\nwork", 6),
+    Column("\nboundary", 8),
+    Column("\ntail", 6),
+    Column("learner\nidle", 7),
+)
+_COST_COLUMNS = (
+    Column("release", 10, left=True),
+    Column("formula\nsecs", 7),
+    Column("measured\nover it", 8),
+    Column("\ncontention", 10),
+    Column("dispatch\nms", 8),
+    Column("\nstreamed", 8),
+    Column("padded over\nreal tokens", 11),
+)
+
+
+_TEACHER_COLUMNS = (
+    Column("release", 10, left=True),
+    Column("learner\nover batch", 10),
+    Column("tail\nover batch", 10),
+    Column("peak\nMiB", 8),
+    Column("teacher over\ntrajectory tokens", 17),
+)
+
+
+class Cost(NamedTuple):
+    """What a step with a teacher took beside time.
+
+    Attributes:
+      peak_bytes: On the learner's fullest device, as module `peak_bytes` counts them.
+      teacher_tokens: That went through the teacher.
+      trajectory_tokens: That trajectories had.
+    """
+
+    peak_bytes: int
+    teacher_tokens: int
+    trajectory_tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """One step under every rule, and what its calls cost beside an idle learner's.
+
+    With exact sums `PLAIN` took part as well.
+    """
+
+    lives: dict[str, Live]
+    contention: dict[str, float]
+    costs: dict[str, Cost] = dataclasses.field(default_factory=dict)  # with a teacher
+
+
+def figures(rounds: Sequence[Round], facts: Mapping[str, Any]) -> dict[str, Any]:
+    """All figures of a bench, the JSON object of `--json`.
+
+    Args:
+      rounds: Its steps.
+      facts: What belongs to the bench as a whole, taken over as it is.
+    """
+    releases = {name: _summary(name, rounds) for name in rounds[0].lives}
+    reports = [one.step.report for r in rounds for one in r.lives.values()]
+    trajectory = [r.lives["trajectory"].step.report for r in rounds]
+    groups = [r.lives["batch"].step.report for r in rounds]
+    kept = sum(report.kept_groups for report in groups)
+    exact = {"exact": exactness(rounds)} if PLAIN in releases else {}
+    return {
+        "releases": releases,
+        "speedup": {
+            name: _median(speedups(releases, name))
+            for name in releases
+            if name != "batch"
+        },
+        "finish_time_icc": _median(
+            [_finish_time_icc(r.lives["batch"]) for r in rounds]
+        ),
+        "open_groups_max": max(report.open_groups_max for report in trajectory),
+        "group_sum_bytes": max(report.group_sum_bytes for report in reports),
+        "uniform_groups": sum(r.uniform_groups for r in groups) / kept if kept else 0.0,
+        "failed_members": sum(report.failed_members for report in reports),
+        "identical_trajectories": all(map(identical, rounds)),
+        **exact,
+        **facts,
+    }
+
+
+def _summary(release: str, rounds: Sequence[Round]) -> dict[str, Any]:
+    """Medians over the steps; the peak is over all of them, tokens are added up."""
+    lives = [r.lives[release] for r in rounds]
+    dispatch = [secs for one in lives for secs in one.dispatch_secs]
+
+    def median(read):
+        return _median([read(one) for one in lives])
+
+    return {
+        "step_secs": [one.timing.step_secs for one in lives],
+        "step_secs_median": median(lambda one: one.timing.step_secs),
+        "rollout_secs": median(lambda one: one.timing.rollout_secs),
+        "learner_secs": median(lambda one: one.timing.learner_secs),
+        "first_release_secs": median(lambda one: one.first_release_secs),
+        "last_work_secs": median(lambda one: one.last_work_secs),
+        "boundary_secs": median(lambda one: one.boundary_secs),
+        "tail_secs": median(lambda one: one.timing.tail_secs),
+        "dispatch_ms_median": 1e3 * _median(dispatch),
+        "predicted_secs": median(lambda one: one.predicted_secs),
+        "measured_over_predicted": median(
+            lambda one: one.timing.step_secs / one.predicted_secs
+        ),
+        "learner_idle_fraction": median(lambda one: one.timing.idle_fraction),
+        "contention": _median([r.contention[release] for r in rounds]),
+        "streamed_share": median(lambda one: one.step.report.streamed_share),
+        "padded_over_real_tokens": median(
+            lambda one: one.step.report.padded_over_real_tokens
+        ),
+        **_teaching([r.costs[release] for r in rounds if release in r.costs]),
+    }
+
+
+def _teaching(costs: Sequence[Cost]) -> dict[str, float]:
+    """What is told only where a teacher scored."""
+    if not costs:
+        return {}
+    tokens = sum(cost.teacher_tokens for cost in costs)
+    of_trajectories = sum(cost.trajectory_tokens for cost in costs)
+    return {
+        "peak_bytes": max(cost.peak_bytes for cost in costs),
+        "teacher_tokens_over_trajectory_tokens": _ratio(tokens, of_trajectories),
+    }
+
+
+def speedups(releases: Mapping[str, Any], release: str) -> list[float]:
+    """Batch step time over this rule's, step by step: what drifts, drifts for both."""
+    pairs = zip(
+        releases["batch"]["step_secs"], releases[release]["step_secs"], strict=True
+    )
+    return [batch / other for batch, other in pairs]
+
+
+def exactness(rounds: Sequence[Round]) -> dict[str, float]:
+    """What exact sums cost under trajectory release, where `PLAIN` took part."""
+    pairs = [(r.lives["trajectory"].timing, r.lives[PLAIN].timing) for r in rounds]
+    return {
+        "learner_secs": _median([exact.learner_secs for exact, _ in pairs]),
+        "plain_learner_secs": _median([plain.learner_secs for _, plain in pairs]),
+        "learner_ratio": _median(
+            [_ratio(exact.learner_secs, plain.learner_secs) for exact, plain in pairs]
+        ),
+        "speedup_kept": _median(
+            [plain.step_secs / exact.step_secs for exact, plain in pairs]
+        ),
+    }
+
+
+def identical(found: Round) -> bool:
+    """Whether every rule sampled, and was rewarded for, the same."""
+    first, *others = (one.step.trajectories for one in found.lives.values())
+    return all(
+        len(first) == len(other) and all(map(_same, first, other)) for other in others
+    )
+
+
+def _same(one: Trajectory, other: Trajectory) -> bool:
+    return (
+        one.key == other.key
+        and one.reward == other.reward
+        and np.array_equal(one.ids, other.ids)
+        and np.array_equal(one.loss_mask, other.loss_mask)
+    )
+
+
+def _finish_time_icc(one: Live) -> float:
+    groups: dict[int, list[float]] = {}
+    for (group, _), secs in one.step.rewarded_secs.items():
+        groups.setdefault(group, []).append(secs - one.step.start_secs)
+    return group_correlation(groups.values())
+
+
+def _median(values: list[float]) -> float:
+    """Over the numbers that are there; NaN where there is none."""
+    there = [value for value in values if not np.isnan(value)]
+    return statistics.median(there) if there else float("nan")
+
+
+def show(display: Display, result: Mapping[str, Any]) -> None:
+    """The figures as two or three tables and a few lines."""
+    releases = result["releases"]
+    batch = releases["batch"]
+    speedup = {"batch": 1.0} | result["speedup"]
+    times, costs = [], []
+    for name, found in releases.items():
+        secs = [
+            found[f"{key}_secs"]
+            for key in ("learner", "first_release", "last_work", "boundary", "tail")
+        ]
+        times.append(
+            [
+                name,
+                tables.seconds(found["step_secs_median"]),
+                f"{speedup[name]:.2f}x",
+                tables.seconds(found["rollout_secs"]),
+                f"{_ratio(found['rollout_secs'], batch['rollout_secs']):.2f}x",
+                *map(_fine, secs),
+                tables.percent(found["learner_idle_fraction"]),
+            ]
+        )
+        costs.append(
+            [
+                name,
+                tables.seconds(found["predicted_secs"]),
+                tables.number(found["measured_over_predicted"]),
+                tables.number(found["contention"], 2),
+                tables.number(found["dispatch_ms_median"], 1),
+                tables.percent(found["streamed_share"]),
+                tables.number(found["padded_over_real_tokens"], 2),
+            ]
+        )
+    title = f"Medians of {len(batch['step_secs'])} steps"
+    display.table(_TIME_COLUMNS, times, title)
+    display.table(_COST_COLUMNS, costs, "Against the formula, and what streaming costs")
+    if "peak_bytes" in batch:
+        rows = [_teacher_row(name, releases[name], batch) for name in releases]
+        display.table(_TEACHER_COLUMNS, rows, "Work, memory and the teacher")
+    for line in _remarks(result):
+        display.line(line)
+
+
+def _teacher_row(
+    name: str, found: Mapping[str, Any], batch: Mapping[str, Any]
+) -> list[str]:
+    return [
+        name,
+        f"{_ratio(found['learner_secs'], batch['learner_secs']):.2f}x",
+        f"{_ratio(found['tail_secs'], batch['tail_secs']):.2f}x",
+        tables.number(found["peak_bytes"] / 2**20, 1),
+        tables.number(found["teacher_tokens_over_trajectory_tokens"]),
+    ]
+
+
+def _ratio(one: float, other: float) -> float:
+    return one / other if other else float("nan")
+
+
+def _fine(secs: float) -> str:
+    return tables.number(secs, 3 if secs < 1 else 2)
+
+
+def _remarks(result: Mapping[str, Any]) -> Iterator[str]:
+    releases = result["releases"]
+    batch = releases["batch"]
+    ratios = speedups(releases, "trajectory")
+    mib = result["group_sum_bytes"] / 2**20
+    yield f"trajectory over batch, by step: {min(ratios):.2f}x to {max(ratios):.2f}x"
+    if exact := result.get("exact"):
+        yield (
+            f"exact sums: learner {_fine(exact['learner_secs'])} s, plain sums "
+            f"{_fine(exact['plain_learner_secs'])} s with one trajectory a call, "
+            f"{exact['learner_ratio']:.2f} times; {exact['speedup_kept']:.0%} of plain "
+            "sums' speed-up kept"
+        )
+    yield (
+        f"latencies x {result['latency_scale']:.3f}; {result['rows_per_call']} rows a "
+        f"call; at most {result['open_groups_max']} open groups, {mib:.1f} MiB of sums"
+    )
+    yield (
+        "finish times within a group correlate by "
+        f"{tables.number(result['finish_time_icc'], 2)}; "
+        f"{result['uniform_groups']:.0%} of groups uniform; "
+        f"{result['compiles_after_warmup']} compilations after the warm-up"
+    )
+    if result["failed_members"]:
+        yield f"{result['failed_members']} trajectories failed, all rules together"
+    if not result["identical_trajectories"]:
+        yield "NOT COMPARABLE: the rules sampled different trajectories"
+    apart = _ratio(batch["rollout_secs"], batch["learner_secs"])
+    if result["latency_scale"] != 1.0 and not abs(apart - 1) <= calibration.TOLERANCE:
+        yield f"rollouts took {apart:.2f} times the learner's work; meant was 1"
+    rules = releases.keys() - {PLAIN}
+    least = min(releases[release]["learner_secs"] for release in rules)
+    if batch["learner_secs"] > (1 + _NOISE) * least:
+        yield (
+            "batch took more learner time than another rule, for the same gradients or "
+            "more: it was disturbed, and speed-ups are too good by as much"
+        )
+    if result["uniform_groups"] > LARGEST_UNIFORM_SHARE:
+        yield "many uniform groups, which batch and group release skip in time"
+    for name, found in releases.items():
+        if found["contention"] > LARGEST_CONTENTION:
+            yield (
+                f"{name}: gradient calls took {found['contention']:.2f} times as long "
+                "as on an idle learner; rollouts and learner share what they run on"
+            )

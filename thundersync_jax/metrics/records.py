@@ -1,0 +1,288 @@
+"""A step's trajectories as a file that people and programs read.
+
+`rollouts/step_000012.jsonl` has one JSON object per line, in (group, member) order:
+
+    step, group, member, attempt, phase   its key
+    policy_version                        optimizer updates behind its sampler
+    stop_reason, reason                   why it ended; a line of text where it failed
+    reward, advantage                     numbers, or null where there is none
+    turns                                 number of actions
+    times                                 seconds on the run's monotonic clock, by name
+    text                                  the ids as text, to look at only
+    pieces                                how the text is cut: tokens, characters, and
+                                          whether they are special, run by run
+    ids, loss_mask, logprobs              per token; the mask is 1 on sampled tokens,
+                                          log-probabilities restore as float32 exactly
+    turn_weights, turn_credits            per token, or null where the environment gave
+                                          none
+"""
+
+import dataclasses
+import itertools
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from thundersync_jax.chat.base import Chat, Piece, pieces
+from thundersync_jax.chat.byte_level import ByteLevel
+from thundersync_jax.errors import ConfigError
+from thundersync_jax.types import StopReason, Trajectory, TrajectoryKey
+
+FOLDER = "rollouts"
+_BYTE_LEVEL = ByteLevel()
+_FILE = re.compile(r"step_(\d+)\.jsonl")
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """One line of the file.
+
+    Attributes:
+      trajectory: As it was written.
+      advantage: None where the member does not count, or its group was dropped.
+      pieces: Its text, as `chat.pieces` cuts it.
+    """
+
+    trajectory: Trajectory
+    advantage: float | None
+    pieces: tuple[Piece, ...]
+
+    @property
+    def text(self) -> str:
+        """The ids as text."""
+        return "".join(piece.text for piece in self.pieces)
+
+    @property
+    def prompt_ids(self) -> np.ndarray:
+        """int32[N], everything before the first sampled token."""
+        return self.trajectory.ids[: self._prompt_tokens]
+
+    @property
+    def prompt_text(self) -> str:
+        """Theirs, without the special tokens that frame it."""
+        ends = itertools.accumulate(piece.tokens for piece in self.pieces)
+        return "".join(
+            piece.text
+            for piece, end in zip(self.pieces, ends, strict=True)
+            if end <= self._prompt_tokens and not piece.special
+        )
+
+    @property
+    def _prompt_tokens(self) -> int:
+        mask = self.trajectory.loss_mask
+        return int(np.argmax(mask)) if np.any(mask) else len(mask)
+
+
+class KnownMean(NamedTuple):
+    """A mean over the values that exist, and how many of them there were."""
+
+    mean: float  # NaN where none is known
+    known: int
+    total: int
+
+
+def known_mean(values: Iterable[float | None]) -> KnownMean:
+    """Returns the mean over values that are neither None nor NaN."""
+    values = [math.nan if value is None else float(value) for value in values]
+    known = [value for value in values if not math.isnan(value)]
+    mean = math.fsum(known) / len(known) if known else math.nan
+    return KnownMean(mean, len(known), len(values))
+
+
+def rollouts_path(workdir: str | os.PathLike[str], step: int) -> Path:
+    """Where a step's trajectories are."""
+    return Path(workdir) / FOLDER / f"step_{step:06d}.jsonl"
+
+
+def write_rollouts(
+    workdir: str | os.PathLike[str],
+    step: int,
+    trajectories: Iterable[Trajectory],
+    advantages: Mapping[tuple[int, int], float],
+    chat: Chat = _BYTE_LEVEL,
+) -> Path:
+    """Writes one step, or replaces it as a whole.
+
+    Args:
+      workdir: The run's directory.
+      step: Which step.
+      trajectories: All of that step, failed ones included.
+      advantages: By (group, member), of the members that count.
+      chat: Turns ids into the text to look at.
+
+    Returns:
+      The file. It is complete whenever it exists, whatever interrupts this.
+    """
+    trajectories = sorted(trajectories, key=lambda trajectory: trajectory.key)
+    strays = [str(t.key) for t in trajectories if t.key.step != step]
+    if strays:
+        raise ValueError(
+            f"trajectory {strays[0]} was given for the records of step {step}; write "
+            "each step's trajectories to its own file."
+        )
+    path = rollouts_path(workdir, step)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    with open(partial, "w", encoding="utf-8") as file:
+        for trajectory in trajectories:
+            place = trajectory.key.group, trajectory.key.member
+            line = _to_line(trajectory, advantages.get(place), chat)
+            file.write(json.dumps(line, allow_nan=False) + "\n")
+    os.replace(partial, path)
+    return path
+
+
+def read_rollouts(path: str | os.PathLike[str]) -> list[Record]:
+    """Reads a file of `write_rollouts`.
+
+    Raises:
+      ConfigError: It does not exist, or a line is no record; the line is named.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(f"there is no file {path}. Name a step's .jsonl file.")
+    records = []
+    with open(path, encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                records.append(_from_line(json.loads(line)))
+            except (ValueError, KeyError, TypeError, OverflowError) as error:
+                raise ConfigError(
+                    f"{path}:{number} is no trajectory ({type(error).__name__}: "
+                    f"{error}); expected one JSON object as write_rollouts writes it. "
+                    "Restore the file or leave this step out."
+                ) from error
+    return records
+
+
+def read_step(
+    workdir: str | os.PathLike[str], step: int | None = None
+) -> tuple[int, list[Record]]:
+    """Reads one step of a run, by default the latest.
+
+    Returns:
+      The step and its records.
+
+    Raises:
+      ConfigError: The run has no such step; the nearest ones are named.
+    """
+    there = recorded_steps(workdir)
+    if not there:
+        raise ConfigError(
+            f"there are no trajectories in {Path(workdir) / FOLDER}. Name the work "
+            "directory of a run that has trained at least one step."
+        )
+    if step is None:
+        step = there[-1]
+    if step not in there:
+        below = [str(other) for other in there if other < step][-1:]
+        above = [str(other) for other in there if other > step][:1]
+        raise ConfigError(
+            f"step {step} has no trajectories in {Path(workdir) / FOLDER}, expected a "
+            f"step from {there[0]} to {there[-1]}. The nearest there: "
+            f"{' and '.join(below + above)}."
+        )
+    return step, read_rollouts(rollouts_path(workdir, step))
+
+
+def recorded_steps(workdir: str | os.PathLike[str]) -> list[int]:
+    """Returns the steps that have a file, in order."""
+    folder = Path(workdir) / FOLDER
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    matches = [_FILE.fullmatch(name) for name in names]
+    return sorted(int(match.group(1)) for match in matches if match)
+
+
+def _to_line(
+    trajectory: Trajectory, advantage: float | None, chat: Chat
+) -> dict[str, Any]:
+    cut = pieces(chat, trajectory)
+    return {
+        **trajectory.key._asdict(),
+        "policy_version": trajectory.policy_version,
+        "stop_reason": trajectory.stop_reason.value,
+        "reason": trajectory.reason,
+        "reward": _plain(trajectory.reward),
+        "advantage": _plain(advantage),
+        "turns": trajectory.turns,
+        "times": {name: _plain(secs) for name, secs in trajectory.times.items()},
+        "text": "".join(piece.text for piece in cut),
+        "pieces": [[p.tokens, len(p.text), int(p.special)] for p in cut],
+        "ids": np.asarray(trajectory.ids).tolist(),
+        "loss_mask": np.asarray(trajectory.loss_mask).astype(int).tolist(),
+        "logprobs": _float32_digits(trajectory.logprobs),
+        "turn_weights": _float32_digits(trajectory.turn_weights),
+        "turn_credits": _float32_digits(trajectory.turn_credits),
+    }
+
+
+def _from_line(line: dict[str, Any]) -> Record:
+    trajectory = Trajectory(
+        key=_key(line),
+        ids=np.asarray(line["ids"], np.int32),
+        loss_mask=np.asarray(line["loss_mask"], bool),
+        logprobs=_floats(line["logprobs"]),
+        turns=_typed("turns", line, int),
+        stop_reason=StopReason(line["stop_reason"]),
+        policy_version=_typed("policy_version", line, int),
+        reward=_typed("reward", line, int | float | None),
+        reason=_typed("reason", line, str),
+        turn_weights=_floats(line.get("turn_weights")),
+        turn_credits=_floats(line.get("turn_credits")),
+        times=_typed("times", line, dict),
+    )
+    for name in trajectory.times:
+        _typed(name, trajectory.times, int | float | None)
+    arrays = (trajectory.ids, trajectory.loss_mask, trajectory.logprobs)
+    if len({array.shape for array in arrays}) > 1:
+        raise ValueError("ids, loss_mask and logprobs differ in length")
+    advantage = _typed("advantage", line, int | float | None)
+    return Record(trajectory, advantage, _pieces(line, len(trajectory.ids)))
+
+
+def _pieces(line: dict[str, Any], tokens: int) -> tuple[Piece, ...]:
+    text, found, start = _typed("text", line, str), [], 0
+    for count, characters, special in _typed("pieces", line, list):
+        found.append(Piece(count, bool(special), text[start : start + characters]))
+        start += characters
+    if start != len(text) or sum(piece.tokens for piece in found) != tokens:
+        raise ValueError("pieces do not cover text and ids")
+    return tuple(found)
+
+
+def _key(line: dict[str, Any]) -> TrajectoryKey:
+    for name in ("step", "group", "member", "attempt"):
+        _typed(name, line, int)
+    return TrajectoryKey(*(line[name] for name in TrajectoryKey._fields))
+
+
+def _typed(name: str, line: Mapping[str, Any], kind: Any) -> Any:
+    value = line[name]
+    if isinstance(value, bool) or not isinstance(value, kind):
+        expected = getattr(kind, "__name__", str(kind))
+        raise TypeError(f"{name} is {value!r}, expected {expected}")
+    return value
+
+
+def _plain(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else float(value)
+
+
+def _floats(values: list[float | str] | None) -> np.ndarray | None:
+    return None if values is None else np.asarray(values, np.float32)
+
+
+def _float32_digits(
+    values: Sequence[float] | np.ndarray | None,
+) -> list[float | str] | None:
+    """Shortest digits that restore each float32; JSON has no infinity but as text."""
+    if values is None:
+        return None
+    texts = [str(value) for value in np.asarray(values, np.float32)]
+    return [float(text) if math.isfinite(float(text)) else text for text in texts]

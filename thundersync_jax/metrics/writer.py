@@ -1,0 +1,228 @@
+"""Metrics: one JSON line per step, and the same numbers to whoever else listens.
+
+`METRICS` is the table of what the trainer writes; users may write other names. What a
+number means is decided where it is measured.
+"""
+
+import json
+import math
+import numbers
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from thundersync_jax.config.workdir import replace_text
+from thundersync_jax.errors import ConfigError
+
+Scalar = float | int | bool
+Sink = Callable[[int, Mapping[str, Scalar]], None]
+
+FILE = "metrics.jsonl"
+TENSORBOARD_FOLDER = "tensorboard"
+
+# name: unit, then what is measured
+METRICS: dict[str, str] = {
+    "step_secs": "seconds; the whole step, from its first prompt to its new parameters",
+    "rollout_secs": "seconds; from the first prompt to the last verdict",
+    "learner_secs": "seconds; learner calls, added up over replicas",
+    "learner_busy_share": "share; of the step in which the learner was computing",
+    "tail_secs": "seconds; from the last verdict to the new parameters",
+    "elapsed_secs": "seconds; since the work directory's run began, pauses left out",
+    "reward_mean": "reward; mean over the members that have one, before any penalty",
+    "success_share": "share; of the members with a reward whose reward is exactly 1",
+    "heldout_success": "share; of held-out answers whose reward is exactly 1",
+    "heldout_success_low": "share; lower end of its 95 % interval",
+    "heldout_success_high": "share; upper end of its 95 % interval",
+    "loss": "1; the step's loss, at the parameters that sampled it",
+    "gradient_norm": "1; L2 norm of the step's gradient, before clipping",
+    "gradient_norm_clipped": "1; the same norm after clipping",
+    "learning_rate": "1; of this step's update, warm-up applied",
+    "tokens": "tokens; trained ones of the kept members",
+    "action_tokens_mean": "tokens; trained tokens per trajectory",
+    "turns_mean": "turns; per trajectory",
+    "kept_groups": "groups; that the gradient consists of, uniform ones included",
+    "dropped_groups": "groups; left out because members failed",
+    "filtered_groups": "groups; left out because their rewards were all equal",
+    "short_groups": "groups; kept ones of which some members failed",
+    "uniform_groups": "groups; kept ones whose rewards are all equal",
+    "kept_members": "trajectories; of the kept groups, failed ones left out",
+    "failed_members": "trajectories; that ended without a reward",
+    "invalid_rewards": "trajectories; failed ones whose verdict was no finite number",
+    "direct": "trajectories; whose advantage was known when their gradient started",
+    "streamed": "trajectories; that went through group sums and count",
+    "streamed_share": "share; of the trajectories with a gradient, those streamed",
+    "waited": "trajectories; ready before their group and yet direct: no place free",
+    "waited_for_bucket": "trajectories; that waited with a third distinct reward",
+    "skipped": "trajectories; with advantage 0, which cost no compute",
+    "compiles": "programs; compiled by the learner during the step",
+    "mismatch_mean": "nats; mean |log-ratio| of learner to sampler per computed token",
+    "mismatch_max": "nats; the largest |log-ratio| of them",
+    "mismatch_p99": "nats; 99 % of these |log-ratio|s are below it",
+    "mismatch_truncated_share": "share; of these tokens, learner/sampler above the cap",
+    "mismatch_kl": "nats; mean estimate per token of KL(sampler || learner)",
+    "probe_difference": "nats; of servers from the learner, after the last publication",
+    "retried_requests": "requests; tried again on servers during the step",
+    "teacher_kl": "nats; mean per trained token of loss.distill, student to teacher",
+    "teacher_tokens_over_trajectory_tokens": "share; run through the teacher, of all",
+    "kl": "nats; mean per trained token of the KL to the reference, with loss.kl_coef",
+    "entropy": "nats; mean per trained token of the policy's, with loss.entropy_coef",
+    "policy_version": "updates; behind the parameters that sampled the step",
+    "staleness_max": "updates; between sampling and learning, always 0",
+}
+
+
+class Metrics:
+    """The metrics of a run: `metrics.jsonl`, TensorBoard files, and other loggers.
+
+    A line is with the operating system when `write` returns, so a killed process loses
+    none. TensorBoard files are written where the `tensorboard` extra is installed.
+    """
+
+    def __init__(
+        self,
+        workdir: str | os.PathLike,
+        resume_step: int | None = None,
+        sinks: Sequence[Sink] = (),
+    ):
+        """Opens the file, and takes out what would come twice.
+
+        Args:
+          workdir: The run's directory.
+          resume_step: The first step that will be written: lines at or after it are
+            dropped. None keeps every whole line.
+          sinks: Other loggers, called as sink(step, scalars) after each line.
+        """
+        path = Path(workdir) / FILE
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._names = _trim(path, resume_step)  # of what is written, by step
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115, closed in close
+        self._tensorboard = _tensorboard(path.parent / TENSORBOARD_FOLDER, resume_step)
+        self._sinks = tuple(sinks)
+
+    def __enter__(self) -> "Metrics":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def write(self, step: int, scalars: Mapping[str, Any]) -> None:
+        """Writes numbers of a step, each of them once.
+
+        What comes after other steps gets a line of its own, which `read` puts in place.
+
+        Args:
+          step: Which one.
+          scalars: Numbers of Python, numpy or jax, by name. What is not finite is null
+            in the file, since JSON knows no NaN.
+
+        Raises:
+          ValueError: A number again, or a value that is no number.
+        """
+        plain = {name: _plain(name, value) for name, value in scalars.items()}
+        names = self._names.setdefault(step, set())
+        if twice := sorted(names & plain.keys()):
+            raise ValueError(
+                f"metric {twice[0]!r} of step {step} is written already; a step has "
+                "one number of a name. Collect them, then write."
+            )
+        line = {"step": step} | {k: _finite(v) for k, v in plain.items()}
+        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        self._file.flush()
+        names.update(plain)
+        if self._tensorboard is not None:
+            for name, value in plain.items():
+                if math.isfinite(value):  # it would print a warning
+                    self._tensorboard.add_scalar(name, value, step)
+            self._tensorboard.flush()
+        for sink in self._sinks:
+            sink(step, plain)
+
+    def close(self) -> None:
+        """Closes the files; there is nothing left to write."""
+        self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+
+
+def read(workdir: str | os.PathLike) -> list[dict[str, Any]]:
+    """The numbers of every step, the first step first. A torn line is left out.
+
+    Returns:
+      One dict per step, with "step" among its keys.
+
+    Raises:
+      ConfigError: A line whose step is no whole number; the line is named.
+    """
+    path = Path(workdir) / FILE
+    steps: dict[int, dict[str, Any]] = {}
+    for _, line in _whole_lines(path) if path.exists() else ():
+        steps.setdefault(line["step"], {}).update(line)
+    return [steps[step] for step in sorted(steps)]
+
+
+def _trim(path: Path, resume_step: int | None) -> dict[int, set[str]]:
+    """Keeps the whole lines before a step; returns the names they have, by step."""
+    names: dict[int, set[str]] = {}
+    if not path.exists():
+        return names
+    kept = [
+        (text, line)
+        for text, line in _whole_lines(path)
+        if resume_step is None or line["step"] < resume_step
+    ]
+    for _, line in kept:
+        names.setdefault(line["step"], set()).update(line.keys() - {"step"})
+    text = "".join(text for text, _ in kept)
+    if text != path.read_text(encoding="utf-8", errors="replace"):
+        replace_text(path, text)
+    return names
+
+
+def _whole_lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
+    lines = []
+    # Whoever was killed while writing may have cut a character in two.
+    text = path.read_text(encoding="utf-8", errors="replace")
+    for number, line in enumerate(text.splitlines(keepends=True), start=1):
+        try:
+            found = json.loads(line)
+        except ValueError:
+            continue
+        if line.endswith("\n") and isinstance(found, dict) and "step" in found:
+            if type(found["step"]) is not int:
+                raise ConfigError(
+                    f"{path}:{number} has step {found['step']!r}, expected a whole "
+                    "number. Correct or delete that line."
+                )
+            lines.append((line, found))
+    return lines
+
+
+def _plain(name: str, value: Any) -> Scalar:
+    if isinstance(value, bool | int | float):
+        # numpy's float64 is a float to Python, and json would print it otherwise.
+        value = getattr(value, "item", lambda: value)()
+    elif np.shape(value) == () and hasattr(value, "dtype"):
+        value = np.asarray(value).item()
+    if name == "step" or not isinstance(value, numbers.Real):
+        raise ValueError(
+            f"metric {name!r} is {value!r}, expected a single number, and a name other "
+            "than 'step'. Reduce it first."
+        )
+    return value
+
+
+def _finite(value: Scalar) -> Scalar | None:
+    return value if math.isfinite(value) else None
+
+
+def _tensorboard(folder: Path, resume_step: int | None) -> Any:
+    """A writer where the `tensorboard` extra is installed."""
+    try:
+        from tensorboardX import SummaryWriter
+    except ImportError:
+        return None
+    # TensorBoard then forgets what an earlier run wrote from this step on.
+    return SummaryWriter(str(folder), purge_step=resume_step)

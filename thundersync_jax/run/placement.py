@@ -1,0 +1,230 @@
+"""Which devices learn, sample and teach, decided before jax starts."""
+
+import contextlib
+import dataclasses
+import functools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from thundersync_jax.config import Config
+from thundersync_jax.errors import ConfigError
+from thundersync_jax.hf import weights
+from thundersync_jax.models import layers, transformer
+from thundersync_jax.ops.advantages import Estimator
+from thundersync_jax.run import state
+from thundersync_jax.run.checkpoint import Checkpoints
+from thundersync_jax.stream import mesh, sums
+from thundersync_jax.stream.mesh import make_mesh
+
+
+class Placement(NamedTuple):
+    """The learner's mesh and the devices beside it."""
+
+    mesh: Mesh
+    samplers: tuple[jax.Device, ...]
+    teacher: jax.Device  # the first sampler's where the config has none of its own
+
+
+def prepare(config: Config) -> None:
+    """Sets what jax reads once: the number of CPU devices, and 64-bit numbers.
+
+    The CPU counts as one device unless told otherwise; a learner, a sampler and a
+    teacher of their own need three. Harmless where a GPU or a TPU is used, or where jax
+    runs already.
+    """
+    mesh = config.mesh
+    wanted = mesh.replica * mesh.fsdp * mesh.tensor
+    wanted += _samplers(config) + _teaches_alone(config)
+    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        # Refused where jax runs already, with as many devices as it has.
+        with contextlib.suppress(RuntimeError):
+            jax.config.update("jax_num_cpu_devices", wanted)
+    if config.model.dtype == "float64":
+        jax.config.update("jax_enable_x64", True)
+
+
+def place(config: Config) -> Placement:
+    """Returns the learner's mesh over the first devices, and those behind it.
+
+    The sampler takes the devices behind the mesh, or the learner's first where the
+    config says "shared". A teacher takes the one behind those, or the sampler's first.
+
+    Raises:
+      ValueError: There are too few devices.
+    """
+    devices, asked = jax.devices(), config.mesh
+    mesh = make_mesh(asked.replica, asked.fsdp, asked.tensor, devices)
+    rest = devices[mesh.size :]
+    alone = _samplers(config)
+    if alone > len(rest):
+        raise ValueError(
+            f"mesh.sampler is 'own_device' with mesh.sampler_devices {alone} and the "
+            f"learner takes {mesh.size} of {len(devices)} devices; set "
+            "mesh.sampler=shared or make the mesh smaller"
+        )
+    samplers, rest = tuple(rest[:alone]) or (devices[0],), rest[alone:]
+    if not _teaches_alone(config):
+        return Placement(mesh, samplers, samplers[0])
+    if not rest:
+        raise ValueError(
+            f"teacher.device is 'own_device' and learner and sampler take all "
+            f"{len(devices)} devices; set teacher.device=sampler or make the mesh "
+            "smaller"
+        )
+    return Placement(mesh, samplers, rest[0])
+
+
+def _teaches_alone(config: Config) -> bool:
+    teacher = config.teacher
+    return teacher.workdir is not None and teacher.device == "own_device"
+
+
+def _samplers(config: Config) -> int:
+    """How many devices do nothing but sample; servers are elsewhere."""
+    alone = config.mesh.sampler == "own_device" and not config.vllm.servers
+    return config.mesh.sampler_devices if alone else 0
+
+
+Tree = Any
+
+
+def initializer(config: Config, devices: Mesh) -> Callable[[], Tree]:
+    """Makes the first parameters, laid out over a mesh, as often as it is called.
+
+    They are random from the seed, or the weights of `model.path`. A program that draws
+    them is compiled once: with small models that takes as long as all else together.
+    """
+    model, key = config.model, jax.random.key(config.seed)
+    init = functools.partial(transformer.init, model)
+    shardings = mesh.parameter_shardings(
+        devices,
+        jax.eval_shape(init, key),
+        transformer.logical_axes(model),
+        layers.MESH_AXES,
+    )
+    if model.path is not None:
+        return functools.partial(weights.load, model.path, model, shardings)
+    return functools.partial(jax.jit(init, out_shardings=shardings), key)
+
+
+def newest(workdir: str | Path, like: state.State) -> tuple[int, Tree] | None:
+    """The newest policy of a work directory, None where there is none.
+
+    Args:
+      workdir: Of a training run.
+      like: Shapes and layout of what it saved.
+
+    Returns:
+      The step, 0 for the warm start's policy, and the parameters.
+    """
+    for folder in ("checkpoints", "warm_start"):
+        with Checkpoints(Path(workdir) / folder) as checkpoints:
+            step = checkpoints.latest()
+            if step is not None:
+                saved, _ = checkpoints.restore(step, like)
+                return (step if folder == "checkpoints" else 0), saved.params
+    return None
+
+
+_SHARE_OF_MEMORY = 0.25  # of a device, for group sums where nothing else is said
+
+
+@dataclasses.dataclass(frozen=True)
+class SumMemory:
+    """The gradient-sized sums of a run.
+
+    Attributes:
+      open_groups: How many groups may hold sums that miss members, as far as memory
+        goes. Under batch and group release it is what comparisons with trajectory
+        release use.
+      description: One line for people; empty where one plain sum is all there is.
+    """
+
+    open_groups: int
+    description: str
+
+
+def plan(config: Config, estimator: Estimator | None, params: Tree) -> SumMemory:
+    """What a config asks for, as far as it fits.
+
+    Raises:
+      ConfigError: The sums of one group do not fit, or nobody says what would.
+    """
+    if config.release == "turn":
+        return _of_turns(config, params)
+    scope = "member" if estimator is None else estimator.scope
+    exact = config.accumulator == "exact"
+    channels = sums.channels(
+        scope,
+        weighted=estimator is not None,
+        additive=config.loss.has_additive,
+        lossy=config.partial_groups == "drop" or config.uniform_groups != "keep",
+    )
+    one = sums.bytes_per_device(params, config.accumulator)
+    open_groups = _open_groups(config, params, channels * one)
+    parts, total = ["the batch"], 1
+    if config.release == "trajectory" and channels:
+        places = 1 if scope == "batch" else open_groups
+        total += places * channels
+        parts.append(
+            f"{channels} that all groups share"
+            if scope == "batch"
+            else f"up to {open_groups} open groups of {channels} "
+            f"sum{'s' * (channels > 1)} each"
+        )
+    if exact and scope != "member":
+        total += 1
+        parts.append("one for complete groups")
+    if total == 1 and not exact:
+        return SumMemory(open_groups, "")
+    size = f"{total * one / 2**20:,.1f} MiB of gradient sums per device"
+    words = "; at most three 32-bit words per parameter and sum" * exact
+    return SumMemory(open_groups, f"{size}: {_listed(parts)}{words}")
+
+
+def _of_turns(config: Config, params: Tree) -> SumMemory:
+    """Turn by turn: a sum per open trajectory, keys and values with cotangents."""
+    model, places = config.model, config.open_trajectories
+    entries = 2 * model.layers * model.kv_heads * model.head_dim
+    kept = entries * config.rollout.context_tokens
+    size = (1 + places) * sums.bytes_per_device(params)
+    states = places * kept * (jnp.dtype(model.dtype).itemsize + 4)
+    return SumMemory(
+        config.rollout.groups_per_step,
+        f"{size / 2**20:,.1f} MiB of gradient sums per device: the batch and up to "
+        f"{places} open trajectories; and {states / 2**20:,.1f} MiB of their keys, "
+        "values and cotangents",
+    )
+
+
+def _open_groups(config: Config, params: Tree, one: int) -> int:
+    """How many groups may hold sums of so many bytes each."""
+    budget = config.group_sum_bytes
+    if budget is None:
+        memory = jax.tree.leaves(params)[0].addressable_shards[0].device.memory_stats()
+        budget = int((memory or {}).get("bytes_limit", 0) * _SHARE_OF_MEMORY) or None
+    wished = config.open_groups or config.rollout.groups_per_step
+    if not one:
+        return wished
+    if budget is None and config.open_groups is None:
+        raise ConfigError(
+            "open_groups is none and the device does not tell its memory; set "
+            f"open_groups, or group_sum_bytes at {one:,} bytes a group"
+        )
+    if budget is not None and budget < one:
+        raise ConfigError(
+            f"group_sum_bytes is {budget:,} and the sums of one open group take "
+            f"{one:,} bytes per device; raise it, or shard over mesh.fsdp"
+        )
+    return wished if budget is None else min(wished, budget // one)
+
+
+def _listed(parts: list[str]) -> str:
+    *first, last = parts
+    return f"{', '.join(first)} and {last}" if first else last

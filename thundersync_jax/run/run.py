@@ -1,0 +1,366 @@
+"""What a config stands for, built once: tasks, model, meshes, sampler, optimizer.
+
+The commands share it. It decides nothing about the order of a run.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from thundersync_jax.config import Config, LatencyConfig
+from thundersync_jax.config.workdir import check_claim, claim, locked
+from thundersync_jax.engines import group as decode_group
+from thundersync_jax.engines.group import EngineGroup
+from thundersync_jax.engines.in_process import InProcessEngine
+from thundersync_jax.engines.vllm.engine import VLLMEngine
+from thundersync_jax.engines.vllm.publish import Publisher
+from thundersync_jax.envs.base import Environment, TaskSet, load_factory
+from thundersync_jax.envs.latency import WithLatency
+from thundersync_jax.metrics.learner_clock import LearnerClock
+from thundersync_jax.metrics.timing import Timeline
+from thundersync_jax.rollout.agent import PHASES
+from thundersync_jax.rollout.events import Job
+from thundersync_jax.rollout.pool import RolloutPool
+from thundersync_jax.run import objective, placement, state, teaching
+from thundersync_jax.run import tasks as run_tasks
+from thundersync_jax.run import tasks as task_order
+from thundersync_jax.run.samples import Samples
+from thundersync_jax.stream.gradient_stream import GradientStream
+from thundersync_jax.stream.turn_stream import TurnStream
+from thundersync_jax.types import Trajectory, TrajectoryKey
+
+Tree = Any
+_KIND = 40  # characters of a line by which warnings are told apart
+Factory = Callable[..., TaskSet]
+
+
+class Run:
+    """One config with everything it needs. Use it as a context: it owns threads.
+
+    Attributes:
+      tasks: Those that fit the context.
+      chat: How their text becomes token ids.
+      latency_scale: What medians of lognormal latencies are multiplied by; a benchmark
+        sets it.
+      baselines: Of the training tasks, by their index, for "tracked_baseline".
+
+    Args:
+      config: The settings.
+      workdir: Where the run writes.
+      environment: Makes the task set, in place of `config.env.factory`.
+      on_line: Takes one line of news, such as that something compiles.
+      owner: Whether the work directory becomes this config's, for this process alone.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        workdir: str | Path,
+        environment: Factory | None = None,
+        on_line: Callable[[str], None] = print,
+        owner: bool = False,
+    ):
+        self.config = config
+        self.latency_scale = 1.0
+        self._publisher: Publisher | None = None
+        self._retries = 0
+        self._warned: set[str] = set()
+        self.workdir = Path(workdir)
+        self.on_line = on_line
+        factory = environment or load_factory(config.env.factory)
+        self.tasks, self.chat = run_tasks.prepared(factory, config)
+        self._held = contextlib.ExitStack()
+        try:
+            self._build(config, workdir, owner)
+        except BaseException:
+            self._held.close()
+            raise
+
+    def _build(self, config: Config, workdir: str | Path, owner: bool) -> None:
+        if owner:
+            self._held.enter_context(locked(workdir))
+            check_claim(workdir, config)
+        placement.prepare(config)
+        self.placement = placement.place(config)
+        remote = self._connected()
+        self.optimizer = state.make_optimizer(config.optim)
+        self.teacher = teaching.load(config, self.chat.vocabulary(), self.on_line)
+        width = teaching.width(config, self.teacher)
+        self.samples = Samples(config, width, self._prompt_ids)
+        loss, rollout = config.loss, config.rollout
+        given = config.model, rollout.temperature, loss
+        self.surrogate = objective.policy_surrogate(*given, width)
+        slots = rollout.context_tokens
+        self.segments = objective.policy_segments(*given, slots, width)
+        self.estimator = objective.estimator(config.loss)
+        self.baselines = objective.baselines(config.loss)
+        self._reference: Tree = None
+        self._order: tuple[int, list[int]] = (0, [])  # of the latest step asked for
+        self.timeline = Timeline()
+        self.clock = LearnerClock(self.timeline.add, lambda: self.pool.wake())
+        self._make_params = placement.initializer(config, self.placement.mesh)
+        self._params: Tree = None
+        self._params = params = self.initial_params()
+        found = placement.plan(config, self.estimator, params)
+        self.open_groups = found.open_groups
+        if owner:  # nothing refuses the config any more
+            claim(workdir, config, self.chat.vocabulary())
+        self._introduce(params, found)
+        self.scoring = teaching.engine(
+            config, self.teacher, width, self.placement.teacher, self.on_line
+        )
+        self.engine = remote or self._local(params)
+        self.pool = RolloutPool(
+            self.engine,
+            self._environment,
+            config.rollout,
+            config.seed,
+            on_span=self.timeline.add,
+            make_teacher=teaching.maker(self.scoring),
+            chat=self.chat,
+        )
+
+    def _connected(self) -> VLLMEngine | None:
+        """The servers that sample, asked whether they can; None without any."""
+        config, tokens = self.config, self.config.rollout.context_tokens
+        if not config.vllm.servers:
+            return None
+        self._publisher = Publisher(config.vllm, config.model, tokens, self.on_line)
+        publish, vocab_size = self._publisher.publish, config.model.vocab_size
+        return VLLMEngine(config.vllm, tokens, vocab_size, publish, self.on_line)
+
+    def _local(self, params: Tree) -> InProcessEngine | EngineGroup:
+        config, rollout = self.config, self.config.rollout
+        return decode_group.make(
+            self.placement.samplers,
+            config.model,
+            params,
+            slots=rollout.slots,
+            context_tokens=rollout.context_tokens,
+            steps_per_call=rollout.decode_steps_per_call,
+            prefill_buckets=rollout.prefill_buckets,
+        )
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.pool.close()
+        self.clock.close()
+        self._held.close()
+
+    def initial_params(self) -> Tree:
+        """What the run begins with, on the learner's mesh: module `parameters`.
+
+        Made anew every time, but for those that the run itself began with.
+        """
+        params, self._params = self._params, None
+        return self._make_params() if params is None else params
+
+    def publish(self, params: Tree, version: int) -> None:
+        """Hands the learner's parameters to the sampler; between steps only."""
+        with self.timeline.span("boundary", "publish"):
+            self.pool.update(params, version)
+
+    def set_reference(self, params: Tree) -> None:
+        """The policy that the KL penalty pulls towards: a copy, where it has weight."""
+        if self.config.loss.kl_coef:
+            self._reference = jax.tree.map(jnp.copy, params)
+
+    def new_stream(
+        self,
+        params: Tree,
+        version: int,
+        release: str | None = None,
+        rows: int = 0,
+        accumulator: str | None = None,
+    ) -> GradientStream | TurnStream:
+        """A stream for one step of this run's loss; a `TurnStream` for release "turn".
+
+        Args:
+          params: Of the policy.
+          version: Theirs.
+          release: None for the config's, as the rest.
+          rows: Trajectories per call; 0 for the config's.
+          accumulator: "plain" or "exact".
+        """
+        config = self.config
+        if config.loss.kl_coef and self._reference is None:
+            raise ValueError(
+                f"loss.kl_coef is {config.loss.kl_coef} and there is no reference "
+                "policy; call warm_start, or set_reference with its parameters"
+            )
+        release = release or config.release
+        common = {
+            "denominator": objective.denominator(config.loss),
+            "partial_groups": config.partial_groups,
+            "frozen": self._reference,
+            "policy_version": version,
+            "on_call": self.clock.on_call,
+            "on_compile": lambda what: self.on_line(f"compiling {what}"),
+        }
+        if release == "turn":
+            places = config.open_trajectories
+            return TurnStream(self.segments, params, open_trajectories=places, **common)
+        return GradientStream(
+            self.segments if config.share_prompt == "group" else self.surrogate,
+            params,
+            estimator=self.estimator,
+            release=release,
+            open_groups=self.open_groups,
+            # Rolling out others instead is the step's business.
+            uniform_groups="keep" if config.uniform_groups == "keep" else "drop",
+            accumulator=accumulator or config.accumulator,
+            rows_per_call=rows or config.mesh.rows_per_call,
+            pad_last=False,  # both programs are compiled beforehand
+            **common,
+        )
+
+    def server_metrics(self) -> dict[str, float]:
+        """What servers did since the last call; nothing without servers."""
+        if self._publisher is None:
+            return {}
+        before, self._retries = self._retries, self.engine.retries
+        return {
+            "probe_difference": self._publisher.difference,
+            "retried_requests": self._retries - before,
+        }
+
+    @property
+    def judged(self) -> bool:
+        """Whether rewards are in the loss."""
+        return self.estimator is not None
+
+    @property
+    def teacher_tokens(self) -> int:
+        """Tokens that the teacher has run through its model so far."""
+        return 0 if self.scoring is None else self.scoring.tokens_run
+
+    def warn_once(self, line: str) -> None:
+        """Says something that would otherwise be said at every step."""
+        if line[:_KIND] not in self._warned:
+            self._warned.add(line[:_KIND])
+            self.on_line(line)
+
+    def train_jobs(self, step: int) -> list[Job]:
+        """The rollouts of a step, counted from 1: each task `group_size` times."""
+        groups = range(self.config.rollout.groups_per_step)
+        return [job for group in groups for job in self._jobs(step, group)]
+
+    def replacement_jobs(self, step: int, group: int) -> list[Job]:
+        """The rollouts of a group that replaces a lost one.
+
+        Args:
+          step: From 1.
+          group: From `rollout.groups_per_step` on, `config.most_replacements` many.
+        """
+        return self._jobs(step, group)
+
+    def task(self, step: int, group: int) -> Any:
+        """The task of a group: a function of (seed, step, group)."""
+        return self.tasks.train[self._task_index(step, group)]
+
+    def group_baseline(self, step: int, group: int) -> float:
+        """What is subtracted from the rewards of a group, 0 unless it is tracked."""
+        if self.config.loss.advantage != "tracked_baseline":
+            return 0.0
+        return self.baselines.value(self._task_name(step, group))
+
+    def track_baselines(self, trajectories: Sequence[Trajectory]) -> None:
+        """Lets the baselines follow a step's trajectories, once it has ended.
+
+        They follow the shaped rewards, since from these they are subtracted: an average
+        of raw ones would push every trajectory down by the usual length penalty.
+
+        Args:
+          trajectories: Those that count.
+        """
+        if self.config.loss.advantage != "tracked_baseline":
+            return
+        rewards: dict[str, list[float]] = {}
+        for one in trajectories:
+            name = self._task_name(one.key.step, one.key.group)
+            rewards.setdefault(name, []).append(self.samples.shaped_reward(one))
+        self.baselines.update(rewards)
+
+    def restore_baselines(self, state: dict[str, Any]) -> None:
+        """Puts the baselines back to where `baselines.state()` was taken."""
+        self.baselines = objective.baselines(self.config.loss, state)
+
+    def heldout_jobs(
+        self, phase: str, step: int, questions: int, samples: int
+    ) -> list[Job]:
+        """Rollouts of the first held-out questions."""
+        return run_tasks.make_jobs(phase, step, self.tasks.heldout[:questions], samples)
+
+    def _prompt_ids(self, step: int, group: int) -> np.ndarray:
+        return self.chat.prompt(self.tasks.prompt(self.task(step, group)))
+
+    def _jobs(self, step: int, group: int) -> list[Job]:
+        task = self.task(step, group)
+        return [
+            Job(TrajectoryKey(step, group, member), task)
+            for member in range(self.config.rollout.group_size)
+        ]
+
+    def _task_name(self, step: int, group: int) -> str:
+        return str(self._task_index(step, group))
+
+    def _task_index(self, step: int, group: int) -> int:
+        """Where the task of a group is in the training tasks."""
+        if self._order[0] != step:
+            tasks, seed = len(self.tasks.train), self.config.seed
+            groups = self.config.rollout.groups_per_step
+            start, most = (step - 1) * groups, self.config.most_replacements
+            order = task_order.take(range(tasks), seed, start, groups)
+            further = task_order.replacements(tasks, seed, step, order)
+            order += itertools.islice(itertools.cycle(further), most)
+            self._order = step, order
+        return self._order[1][group]
+
+    def _introduce(self, params: Tree, found: placement.SumMemory) -> None:
+        """Says what runs where, and what streaming costs in memory."""
+        shape = self.placement.mesh.shape
+        count = sum(x.size for x in jax.tree.leaves(params))
+        axes = " x ".join(f"{name} {size}" for name, size in shape.items())
+        places = self.config.vllm.servers or self.placement.samplers
+        sampler = ", ".join(map(str, places))
+        self.on_line(f"{count:,} parameters; learner on {axes}, sampler on {sampler}")
+        if self.config.model.path is not None:
+            self.on_line(f"weights and shape of {self.config.model.path}")
+        if found.description:
+            self.on_line(found.description)
+        if self.teacher is not None and self.teacher.model is None:
+            self.on_line(f"teacher on {self.teacher.source}")
+        elif self.teacher is not None:
+            count = sum(x.size for x in jax.tree.leaves(self.teacher.params))
+            where = f"from {self.teacher.source} on {self.placement.teacher}"
+            self.on_line(f"teacher of {count:,} parameters {where}")
+        if self.config.loss.kl_coef:
+            self.on_line("one more copy of the parameters: the reference of the KL")
+
+    def _environment(self, key: TrajectoryKey) -> Environment:
+        environment = self.tasks.environment()
+        if key.phase != "train":
+            return environment
+        env = self.config.env
+        seed = (self.config.seed, PHASES[key.phase], key.step, key.group, key.member)
+        return WithLatency(
+            environment,
+            _scaled(env.tool_latency, self.latency_scale),
+            _scaled(env.verify_latency, self.latency_scale),
+            seed,
+        )
+
+
+def _scaled(latency: LatencyConfig, factor: float) -> LatencyConfig:
+    if latency.kind != "lognormal":
+        return latency
+    return dataclasses.replace(latency, median_secs=factor * latency.median_secs)

@@ -1,0 +1,194 @@
+"""The teacher of a run: a frozen policy that only scores.
+
+Another run's newest policy, in this process; where its work directory holds none, the
+config that it comes from is trained there first, once, by the command that a person
+would type. Or whatever vLLM servers serve.
+"""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from thundersync_jax.chat import folder as chat_folder
+from thundersync_jax.config import Config, ModelConfig, OptimConfig
+from thundersync_jax.config import model as model_config
+from thundersync_jax.config.workdir import RESULT_FILE, VOCABULARY_FILE
+from thundersync_jax.engines.scoring import ScoringEngine
+from thundersync_jax.engines.vllm import engine as vllm
+from thundersync_jax.engines.vllm.engine import Server
+from thundersync_jax.engines.vllm.teacher import VLLMTeacher
+from thundersync_jax.errors import ConfigError
+from thundersync_jax.models import transformer
+from thundersync_jax.rollout import teacher as rollout_teacher
+from thundersync_jax.run import state, token_numbers
+from thundersync_jax.run.checkpoint import Checkpoints
+
+Tree = Any
+
+
+class Teacher(NamedTuple):
+    """A frozen policy, and where it is."""
+
+    vocab_size: int  # rows of its embedding
+    source: str  # the work directory or the servers, for people
+    model: ModelConfig | None = None  # None on servers
+    params: Tree = None  # on the host
+
+
+def load(
+    config: Config, vocabulary: Mapping[str, int], on_line: Callable[[str], None]
+) -> Teacher | None:
+    """The policy that a config names, made where it is missing; None without one.
+
+    Args:
+      config: Its `teacher`.
+      vocabulary: Of the student: the teacher must mean the same by every id.
+      on_line: Told what is made.
+
+    Raises:
+      ConfigError: There is none and nothing to make it from, or it speaks of other
+        tokens than the policy.
+    """
+    if not config.teacher.given:
+        return None
+    if config.teacher.servers:
+        teacher, words = _served(config)
+    else:
+        teacher, words = _trained(config, on_line)
+    sizes = config.model.vocab_size, teacher.vocab_size
+    rollout_teacher.check_vocabulary(vocabulary, words, *sizes)
+    return teacher
+
+
+def width(config: Config, teacher: Teacher | None) -> int:
+    """Ids that the policy and its teacher have."""
+    sizes = [config.model.vocab_size] + ([teacher.vocab_size] if teacher else [])
+    return min(sizes)
+
+
+def engine(
+    config: Config,
+    teacher: Teacher | None,
+    width: int,
+    device: jax.Device,
+    on_line: Callable[[str], None],
+) -> ScoringEngine | VLLMTeacher | None:
+    """What scores as the loss needs it; None without a teacher.
+
+    Args:
+      config: The settings.
+      teacher: As `load` returns it.
+      width: Ids of both sides.
+      device: Of a teacher in this process.
+      on_line: Told of servers that are lost.
+    """
+    if teacher is None:
+        return None
+    rollout, loss = config.rollout, config.loss
+    asked = {
+        "kind": token_numbers.teacher_kind(loss),
+        "top_k": loss.distill_top_k or 0,
+        "width": width,
+        "temperature": rollout.temperature,
+        "context_tokens": rollout.context_tokens,
+    }
+    if teacher.model is None:
+        secs = config.teacher.request_timeout_secs
+        return VLLMTeacher(
+            config.teacher.servers, timeout_secs=secs, on_line=on_line, **asked
+        )
+    return ScoringEngine(
+        teacher.model,
+        teacher.params,
+        sessions=rollout.slots,
+        buckets=config.teacher.buckets or rollout.prefill_buckets,
+        device_or_sharding=device,
+        **asked,
+    )
+
+
+def maker(engine: ScoringEngine | VLLMTeacher | None) -> Callable[..., Any] | None:
+    """For a rollout pool: puts the teacher into its event loop."""
+    if engine is None:
+        return None
+    if isinstance(engine, VLLMTeacher):
+        return engine.connect
+    return functools.partial(rollout_teacher.LocalTeacher, engine)
+
+
+def _trained(
+    config: Config, on_line: Callable[[str], None]
+) -> tuple[Teacher, dict[str, int]]:
+    """The newest policy of a work directory, and its vocabulary."""
+    workdir = Path(config.teacher.workdir)
+    if not (workdir / RESULT_FILE).exists():
+        _make(config, workdir, on_line)
+    try:
+        saved = json.loads((workdir / "config.json").read_text(encoding="utf-8"))
+        model = model_config.from_dict(saved["model"])
+        optim = OptimConfig(**saved["optim"])
+        words = json.loads((workdir / VOCABULARY_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"teacher.workdir is {workdir}, expected the work directory of a finished "
+            f"run, but {error}. Train one there."
+        ) from error
+    with Checkpoints(workdir / "checkpoints") as checkpoints:
+        step = checkpoints.latest() or 0
+        saved, _ = checkpoints.restore(step, _like(model, optim))
+    params = jax.device_get(saved.params)
+    return Teacher(model.vocab_size, str(workdir), model, params), words
+
+
+def _served(config: Config) -> tuple[Teacher, dict[str, int]]:
+    """What servers serve, by the folder that they read, and its vocabulary."""
+    servers = config.teacher.servers
+    folder = config.teacher.path
+    if folder is None:
+        server = Server(servers[0], config.teacher.request_timeout_secs)
+        tokens = config.rollout.context_tokens
+        (model,) = vllm.check([server], tokens, development=False).values()
+        folder = model.root
+    if not Path(folder).expanduser().is_dir():
+        raise ConfigError(
+            f"teacher.servers serve {folder!r}, which is no directory here; expected "
+            "one: its tokenizer must be compared with the policy's. Set teacher.path "
+            "to a copy of it."
+        )
+    words = chat_folder.vocabulary(Path(folder).expanduser())
+    model = ModelConfig(path=folder)
+    return Teacher(model.vocab_size, ", ".join(servers)), words
+
+
+def _make(config: Config, workdir: Path, on_line: Callable[[str], None]) -> None:
+    given = config.teacher.config
+    if given is None:
+        raise ConfigError(
+            f"teacher.workdir is {workdir}, which holds no finished run, and "
+            "teacher.config is none. Train the teacher there, or name its config."
+        )
+    module = "thundersync_jax.train"
+    command = ["-m", module, f"--config={given}", f"--workdir={workdir}"]
+    on_line(f"no teacher in {workdir} yet: python {' '.join(command)}")
+    # A process of its own: jax has as many devices as its first run asked for.
+    found = subprocess.run([sys.executable, *command], env=os.environ)
+    if found.returncode:
+        raise ConfigError(
+            f"making the teacher ended with status {found.returncode}; its command was "
+            f"python {' '.join(command)}. Look at what it printed above."
+        )
+
+
+def _like(model: ModelConfig, optim: OptimConfig) -> state.State:
+    """The shapes of what a run of these settings saves."""
+    init = functools.partial(transformer.init, model)
+    params = jax.eval_shape(init, jax.random.key(0))
+    optimizer = state.make_optimizer(optim)
+    return state.State(params, jax.eval_shape(optimizer.init, params))

@@ -1,0 +1,327 @@
+"""What happened in one step, on the host: tokens, verdicts, losses, and the report."""
+
+import collections
+import dataclasses
+import math
+from collections.abc import Collection, Hashable
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from thundersync_jax.errors import StreamError
+from thundersync_jax.stream.schedule import BATCH, Call, Item
+
+Denominator = Literal["none", "groups", "trajectories", "tokens"] | float
+PartialGroups = Literal["drop", "keep", "fail"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """One step of gradient streaming in numbers.
+
+    Attributes:
+      kept_groups: Groups that count.
+      dropped_groups: Groups that left nothing, because a member failed or all did.
+      filtered_groups: Groups that left nothing, because their raw rewards were equal.
+      short_groups: Kept groups with failed members.
+      uniform_groups: Kept groups whose rewards are all equal.
+      kept_members: Members that count.
+      failed_members: Members that failed, in kept and in dropped groups.
+      invalid_rewards: Those of them that failed with reason "invalid_reward".
+      rewards: Rewards of members that did not fail, whatever became of their groups.
+      reward_mean: Their mean; NaN where there is none.
+      tokens: Tokens of the kept members, as the caller counted them.
+      denominator: Z, what the sums were divided by.
+      direct: The other computed samples that count.
+      streamed: Samples that count whose gradient started while rewards that their
+        advantage depends on, or that decide whether they count, were missing. Where
+        there are no rewards: while members of the step were not settled.
+      waited: Samples that were ready before all rewards they depend on were in and
+        yet were not streamed: no place for sums was free, or the learner was busy.
+      waited_for_bucket: Members among them whose reward would have been the third of
+        their group: two sums serve two rewards, unless the estimator is affine and
+        sums are plain.
+      skipped: Samples with advantage 0 and nothing additive, which cost no compute.
+      discarded: Samples computed for a group that was dropped or filtered later.
+      calls: Gradient calls.
+      compiles: Gradient programs compiled in this step.
+      open_groups_max: The most groups that held sums at a time, rewards missing.
+      group_sum_bytes: Bytes per device of the group sums that were needed.
+      gradient_norm: L2 norm of the gradient, before any clipping.
+      padded_over_real_tokens: Computed tokens, empty rows included, over real ones;
+        1 where the caller pads nothing, NaN where nothing was computed.
+      streamed_share: Share of the computed samples with an advantage other than 0 that
+        were streamed, of all computed ones where there are no rewards; NaN where there
+        is none.
+      loss: The loss this is the gradient of.
+      metrics: The surrogate's metrics over kept members.
+      diagnostics: The surrogate's diagnostics over the computed ones among them.
+    """
+
+    kept_groups: int
+    dropped_groups: int
+    filtered_groups: int
+    short_groups: int
+    uniform_groups: int
+    kept_members: int
+    failed_members: int
+    invalid_rewards: int
+    rewards: int
+    reward_mean: float
+    tokens: int
+    denominator: float
+    direct: int
+    streamed: int
+    waited: int
+    waited_for_bucket: int
+    skipped: int
+    discarded: int
+    calls: int
+    compiles: int
+    open_groups_max: int
+    group_sum_bytes: int
+    gradient_norm: float
+    padded_over_real_tokens: float
+    streamed_share: float
+    loss: float
+    metrics: dict[str, float]
+    diagnostics: dict[str, float]
+
+
+@dataclasses.dataclass
+class SampleRecord:
+    """One sample: its arrays until they are dispatched, and its lengths."""
+
+    tree: Any
+    tokens: int
+    real_tokens: int
+    padded_tokens: int
+
+
+class Computed(NamedTuple):
+    """One gradient call.
+
+    Attributes:
+      call: What was computed.
+      streamed: For each item, whether rewards of its unit were missing.
+      linear: The unit whose linear sums it joined, None elsewhere: there a gradient
+        counts with its own advantage alone.
+      evaluated: What the device evaluated beside the gradient.
+    """
+
+    call: Call
+    streamed: tuple[bool, ...]
+    linear: Hashable | None
+    evaluated: Any
+
+
+class Ledger:
+    """Collects the facts of a step as they happen."""
+
+    def __init__(self):
+        self.samples: dict[tuple[Hashable, int, int], SampleRecord] = {}
+        self.advantages: dict[Hashable, dict[int, float]] = {}  # of kept, closed groups
+        self.uniform: set[Hashable] = set()
+        self.lost: dict[Hashable, str] = {}  # dropped or filtered, in order of closing
+        self.failures: dict[tuple[Hashable, int], str] = {}
+        self.rewards: dict[tuple[Hashable, int], float] = {}
+        self.calls: list[Computed] = []
+        self.scales: dict[tuple[Hashable, int], float] = {}  # of additive parts, else 1
+        self.prompts: dict[Hashable, tuple[int, int]] = {}  # real and padded tokens
+        self.prompt_finite: list[Any] = []  # bool[] of each prompt's gradient
+        self._prompt_groups: list[Hashable] = []
+        self.counts: collections.Counter[str] = collections.Counter()
+
+    @property
+    def by_member(self) -> dict[tuple[Hashable, int], float]:
+        """Advantages by (group, member)."""
+        return {
+            (group, member): advantage
+            for group, members in self.advantages.items()
+            for member, advantage in members.items()
+        }
+
+    def record_call(self, computed: Computed) -> None:
+        """A gradient call has been started; its samples' arrays are let go."""
+        self.calls.append(computed)
+        call = computed.call
+        records = [self.samples[item[:3]] for item in call.items]
+        padding = (call.rows - len(records)) * records[0].padded_tokens
+        self.counts["computed"] += sum(r.padded_tokens for r in records) + padding
+        self.counts["real"] += sum(r.real_tokens for r in records)
+        for record in records:
+            record.tree = None
+
+    def record_prompt(self, group: Hashable, evaluated: Any) -> None:
+        """The gradient of a group's shared prompt has been started."""
+        self.prompt_finite.append(evaluated.finite)
+        self._prompt_groups.append(group)
+        real, padded = self.prompts[group]
+        self.counts["real"] += real
+        self.counts["computed"] += padded
+
+    def kept(self, item: Item) -> bool:
+        """Whether a sample's member counts."""
+        return item.member in self.advantages.get(item.group, ())
+
+    def denominator(self, kind: Denominator) -> float:
+        """Z, counted over what was kept; 1 where nothing was."""
+        if not isinstance(kind, str):
+            return float(kind)
+        count = {
+            "none": 1,
+            "groups": len(self.advantages),
+            "trajectories": sum(map(len, self.advantages.values())),
+            "tokens": self._tokens(),
+        }[kind]
+        return float(count or 1)
+
+    def check_finite(self, values: list[Any], additive: bool) -> None:
+        """Looks for gradients that would ruin the parameters.
+
+        Args:
+          values: What the device evaluated, fetched, one per call.
+          additive: Whether every sample has an additive part.
+
+        Raises:
+          StreamError: There are some; names their trajectories.
+        """
+        bad = []
+        for computed, evaluated in zip(self.calls, values, strict=True):
+            if bool(evaluated.finite) or not (additive or self._weighs(computed)):
+                continue
+            items = computed.call.items
+            rows = [
+                item
+                for item, row in zip(items, evaluated.values, strict=False)
+                if not np.all(np.isfinite(row[:2]))
+            ]
+            bad += [item for item in rows or items if self.kept(item)]
+        if bad:
+            members = dict.fromkeys(f"{x.group!r}/{x.member}" for x in bad)
+            names = ", ".join(list(members)[:8])
+            raise StreamError(
+                f"the gradient of group/member {names} is not finite; look at its "
+                "tokens, weights and reward, nothing was updated"
+            )
+
+    def check_prompts(self, finite: list[Any]) -> None:
+        """Looks for gradients of shared prompts that would ruin the parameters.
+
+        Args:
+          finite: `prompt_finite`, fetched.
+
+        Raises:
+          StreamError: There are some; names their groups.
+        """
+        found = zip(self._prompt_groups, finite, strict=True)
+        if bad := [repr(group) for group, fine in found if not fine]:
+            raise StreamError(
+                f"the gradient of the prompt of group {', '.join(bad[:8])} is not "
+                "finite; look at its members' weights and rewards, nothing was updated"
+            )
+
+    def check_norm(self, norm: float) -> None:
+        """Looks whether the sum of finite gradients is finite.
+
+        Raises:
+          StreamError: It is not.
+        """
+        if not np.isfinite(norm):
+            raise StreamError(
+                f"the gradient's norm is {norm} though each trajectory's gradient is "
+                "finite: the sums left float32; scale rewards or losses down"
+            )
+
+    def report(
+        self, values: list[Any], denominator: float, columns: tuple, **rest: Any
+    ) -> Report:
+        """Adds everything up, exactly: calls come in any order.
+
+        Args:
+          values: As in `check_finite`.
+          denominator: Z.
+          columns: As of `Structure`.
+          **rest: The fields of `Report` that only the stream knows.
+        """
+        losses, rows = [], []
+        how = collections.Counter()
+        carrying = collections.Counter()
+        for computed, evaluated in zip(self.calls, values, strict=True):
+            found = computed.call.items, computed.streamed, evaluated.values
+            for item, streamed, row in zip(*found, strict=False):
+                if not self.kept(item):
+                    how["discarded"] += 1
+                    continue
+                how["streamed" if streamed else "direct"] += 1
+                row = np.asarray(row, np.float64)
+                advantage = self.advantages[item.group][item.member]
+                carrying[streamed] += advantage != 0 or not self.rewards
+                # A sample of advantage 0 counts for nothing, whatever its value.
+                scale = self.scales.get(item[:2], 1.0)
+                losses += [advantage * row[0] if advantage else 0.0, scale * row[1]]
+                rows.append(row[2:])
+        extras: tuple[dict[str, float], ...] = {}, {}
+        for index, (name, largest, diagnostic) in enumerate(columns):
+            column = [row[index] for row in rows]
+            # numpy's maximum keeps a NaN, Python's may lose it.
+            total = np.max(column, initial=-np.inf) if largest else _sum(column)
+            extras[diagnostic][name] = float(total) + 0.0  # -0 and 0 are one largest
+        failed = {group for group, _ in self.failures}
+        reasons = collections.Counter(self.failures.values())
+        return Report(
+            kept_groups=len(self.advantages),
+            dropped_groups=sum(v == "dropped" for v in self.lost.values()),
+            filtered_groups=sum(v == "filtered" for v in self.lost.values()),
+            short_groups=len(failed & self.advantages.keys()),
+            uniform_groups=len(self.uniform),
+            kept_members=sum(map(len, self.advantages.values())),
+            failed_members=len(self.failures),
+            invalid_rewards=reasons["invalid_reward"],
+            rewards=len(self.rewards),
+            reward_mean=_sum(self.rewards.values()) / (len(self.rewards) or math.nan),
+            tokens=self._tokens(),
+            denominator=denominator,
+            direct=how["direct"],
+            streamed=how["streamed"],
+            discarded=how["discarded"],
+            skipped=self.counts["skipped"],
+            calls=len(self.calls),
+            padded_over_real_tokens=self.counts["computed"]
+            / (self.counts["real"] or math.nan),
+            streamed_share=carrying[True] / (carrying.total() or math.nan),
+            loss=_sum(losses) / denominator,
+            metrics=extras[False],
+            diagnostics=extras[True],
+            **rest,
+        )
+
+    def _weighs(self, computed: Computed) -> bool:
+        """Whether any advantage that the call was summed for is not 0.
+
+        Those of its samples; in linear sums those of all their groups, for these are
+        added or left out together.
+        """
+        if computed.linear is not None:
+            one = self.advantages.get(computed.linear, {})
+            groups = self.advantages.values() if computed.linear == BATCH else [one]
+            return any(any(group.values()) for group in groups)
+        return any(
+            self.advantages.get(item.group, {}).get(item.member)
+            for item in computed.call.items
+        )
+
+    def _tokens(self) -> int:
+        return sum(
+            record.tokens
+            for (group, member, _), record in self.samples.items()
+            if member in self.advantages.get(group, ())
+        )
+
+
+def _sum(values: Collection[float]) -> float:
+    """Correctly rounded, whatever the order; NaN where infinities cancel."""
+    try:
+        return math.fsum(values)
+    except (OverflowError, ValueError):
+        return float(np.sum(list(values)))

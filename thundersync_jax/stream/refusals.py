@@ -1,0 +1,333 @@
+"""What a gradient stream refuses to be told: one line each, before anything changes."""
+
+import math
+import numbers
+import operator
+from collections.abc import Hashable
+from typing import Any, Literal, get_args
+
+from thundersync_jax.errors import StreamError
+from thundersync_jax.ops.advantages import Estimator
+from thundersync_jax.stream.ledger import PartialGroups
+from thundersync_jax.stream.padding import Padded
+from thundersync_jax.stream.schedule import Release
+from thundersync_jax.types import LARGEST_REWARD, MOST_ADDENDS
+
+UniformGroups = Literal["keep", "drop"]
+Accumulator = Literal["plain", "exact"]
+Context = Literal["trajectory", "turn"]
+_CHOICES = {
+    "release": get_args(Release),
+    "partial_groups": get_args(PartialGroups),
+    "uniform_groups": get_args(UniformGroups),
+    "accumulator": get_args(Accumulator),
+    "context": get_args(Context),
+}
+
+
+def check_choices(denominator: Any, **choices: Any) -> None:
+    """Requires known names; a denominator may also be a number above 0.
+
+    Args:
+      denominator: Of a stream.
+      **choices: Its settings `release`, `partial_groups`, `uniform_groups`,
+        `accumulator` and `context`.
+    """
+    kinds = ("none", "groups", "trajectories", "tokens")
+    if isinstance(denominator, bool) or not isinstance(denominator, numbers.Real):
+        if not isinstance(denominator, str) or denominator not in kinds:
+            raise ValueError(
+                f"denominator is {denominator!r:.60}; expected one of "
+                f"{', '.join(map(repr, kinds))}, or a number above 0"
+            )
+    elif not (math.isfinite(denominator) and denominator > 0):
+        raise ValueError(f"denominator is {denominator!r}; expected a number above 0")
+    for name, value in choices.items():
+        if value not in _CHOICES[name]:
+            expected = ", ".join(map(repr, _CHOICES[name]))
+            raise ValueError(f"{name} is {value!r}; expected one of {expected}")
+
+
+def check_uniform(uniform_groups: str, estimator: Estimator | None) -> None:
+    """Requires rewards where a filter looks at them."""
+    if uniform_groups == "drop" and estimator is None:
+        raise ValueError(
+            "uniform_groups is 'drop' and estimator is None, which takes no rewards "
+            "that could be equal; use 'keep', or give an estimator"
+        )
+
+
+def check_context(context: str, in_pieces: bool) -> None:
+    """Requires pieces where a turn reads the turns before it, and only there."""
+    if in_pieces != (context == "trajectory"):
+        given = "a Segments" if in_pieces else "a function of whole samples"
+        raise ValueError(
+            f"context is {context!r} and the surrogate is {given}; 'trajectory' takes "
+            "a Segments, 'turn' a function of a turn with its own prompt"
+        )
+
+
+def check_behind(group: Hashable, member: int, sample: Any, prompt: Any) -> None:
+    """Requires a `Padded` sample to begin where the prompt of its group ends.
+
+    Args:
+      group: Whose.
+      member: Likewise.
+      sample: Of a stream; others than `Padded` ones do not tell their length.
+      prompt: Its real and padded tokens, None without one.
+    """
+    if prompt is None or not isinstance(sample, Padded) or prompt[1] == 1:
+        return
+    start = int(sample.tree["start"])
+    end = start + sample.real_tokens
+    check_place(group, member, start, prompt[0], end, end)
+
+
+def check_replicas(replicas: int, shared: bool, accumulator: str) -> None:
+    """Requires one replica where prompts go through exact sums."""
+    if shared and accumulator == "exact" and replicas > 1:
+        raise ValueError(
+            f"accumulator is 'exact' with a Segments on {replicas} replicas; each "
+            "would round its own share of a prompt: use one, or accumulator 'plain'"
+        )
+
+
+def check_some(group: Hashable, tokens: int) -> None:
+    """Requires a piece of a trajectory to have a last token."""
+    if tokens < 1:
+        raise ValueError(
+            f"group {group!r} brings a piece of {tokens} tokens, which has no last one "
+            "to go on from; leave it out"
+        )
+
+
+def check_place(
+    group: Hashable, member: int, start: int, expected: int, end: int, slots: int
+) -> None:
+    """Requires a piece that begins where the tokens before it end, and fits.
+
+    Args:
+      group: Whose.
+      member: Likewise.
+      start: Where it says that it begins.
+      expected: Tokens of the prompt and the turns before.
+      end: Behind its last token.
+      slots: Tokens of the longest trajectory.
+    """
+    check_some(group, end - start)
+    if start != expected:
+        raise ValueError(
+            f"group {group!r} member {member} brings a turn that starts at token "
+            f"{start}, behind {expected} tokens; add every turn once, in order"
+        )
+    if end > slots:
+        raise ValueError(
+            f"group {group!r} member {member} brings a turn up to token {end} and its "
+            f"Segments keeps {slots}; raise its `slots`"
+        )
+
+
+def check_prompt(group: Hashable, prompt: Any, shared: bool) -> None:
+    """Requires a prompt where the surrogate is in pieces, and only there."""
+    if shared and prompt is None:
+        raise ValueError(
+            f"group {group!r} has no prompt and the surrogate is a Segments, whose "
+            "samples continue one; give open_group the prompt"
+        )
+    if not shared and prompt is not None:
+        raise ValueError(
+            f"group {group!r} has a prompt and the surrogate is a function of whole "
+            "samples; pass a Segments, or leave the prompt in the samples"
+        )
+
+
+def places(release: str, scope: str, lossy: bool, open_groups: Any) -> int:
+    """Returns how many groups, or the batch, may hold sums while rewards are missing.
+
+    Args:
+      release: When gradients may start.
+      scope: Whose rewards an advantage depends on.
+      lossy: Whether groups may be dropped or filtered.
+      open_groups: What was asked for.
+
+    Raises:
+      ValueError: Groups need sums and none may hold any.
+    """
+    if scope == "batch":
+        return int(release != "batch")
+    if release != "trajectory" or not (scope == "group" or lossy):
+        return 0
+    check_count(
+        "open_groups",
+        open_groups,
+        "release 'trajectory' sums unfinished groups, give at least 1, or release "
+        "'group' or 'batch'",
+    )
+    return open_groups
+
+
+def check_addends(group: Hashable, member: int, samples: int) -> None:
+    """Requires room in an exact sum that every sample joins on its own."""
+    if samples >= MOST_ADDENDS:
+        raise ValueError(
+            f"group {group!r} member {member} brings a sample after {samples} others; "
+            f"an exact sum takes {MOST_ADDENDS}, use smaller steps or accumulator "
+            "'plain'"
+        )
+
+
+def check_count(name: str, value: Any, way_out: str) -> None:
+    """Requires a whole number above 0."""
+    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not whole or value < 1:
+        raise ValueError(f"{name} is {value!r}; {way_out}")
+
+
+def check_functions(surrogate: Any, estimator: Any) -> None:
+    """Requires a function that can be told from others, and an estimator or None."""
+    if not callable(surrogate):
+        raise ValueError(
+            f"surrogate is {surrogate!r}; expected a function of (params, sample)"
+        )
+    try:
+        hash(surrogate)
+    except TypeError:
+        raise ValueError(
+            f"surrogate is {surrogate!r:.60}, which has no hash to find its compiled "
+            "programs by; pass a function, or define __hash__"
+        ) from None
+    if estimator is not None and not isinstance(estimator, Estimator):
+        raise ValueError(
+            f"estimator is {estimator!r}; expected one that a function of "
+            "`advantages` returns, as advantages.mean_std(), or None"
+        )
+
+
+def check_parts(found: Any, before: Any, estimator: Estimator | None) -> None:
+    """Requires the parts of a surrogate to be those of earlier samples, and of use."""
+    if found.weighted and estimator is None:
+        raise ValueError(
+            "the surrogate has a `weighted` part and estimator is None; return it as "
+            "`additive`, or give an estimator and rewards"
+        )
+    if before not in (None, found):
+        raise ValueError(
+            f"the surrogate has parts {found} for this sample and had {before} before; "
+            "every sample must have the same parts"
+        )
+
+
+def check_settled(outstanding: list[tuple[Hashable, int]]) -> None:
+    """Requires every member to be settled."""
+    if outstanding:
+        names = ", ".join(f"{group!r}/{member}" for group, member in outstanding[:8])
+        raise ValueError(
+            f"{len(outstanding)} members are outstanding (group/member {names}); "
+            "complete and reward them, or call fail, before finish"
+        )
+
+
+def baseline(group: Hashable, value: Any) -> float:
+    """Returns what is subtracted from a group's rewards as a float."""
+    number = _number(value)
+    if not abs(number) < LARGEST_REWARD:
+        raise ValueError(
+            f"group {group!r} has baseline {value!r:.60}; expected a finite number "
+            f"below {LARGEST_REWARD:g}, in units of the reward"
+        )
+    return number
+
+
+def reward(
+    group: Hashable, member: int, value: Any, estimator: Estimator | None
+) -> float:
+    """Returns a verdict as a float.
+
+    Raises:
+      ValueError: It is not one finite number, or there is no estimator to use it.
+    """
+    if estimator is None:
+        raise ValueError(
+            f"group {group!r} member {member} got reward {value!r:.60} and estimator "
+            "is None, which has no use for rewards; leave them out or give one"
+        )
+    number = _number(value)
+    if not abs(number) < LARGEST_REWARD:
+        raise ValueError(
+            f"group {group!r} member {member} got reward {value!r:.60}; expected a "
+            "finite number below 1e30. Call fail(..., reason='invalid_reward') for a "
+            "missing verdict"
+        )
+    return number
+
+
+def tokens(group: Hashable, member: int, value: Any, needed: bool) -> int:
+    """Returns a sample's count of trained tokens; 0 where none is given nor needed.
+
+    Raises:
+      ValueError: It is no count, or missing where the denominator needs it.
+    """
+    where = f"group {group!r} member {member}"
+    if value is None:
+        if needed:
+            raise ValueError(
+                f"{where}: tokens is missing and the denominator is 'tokens'; say how "
+                "many trained tokens the sample has"
+            )
+        return 0
+    try:
+        count = operator.index(value)
+    except TypeError:
+        count = -1
+    if count < 0:
+        raise ValueError(
+            f"{where}: tokens is {value!r}; expected a whole number >= 0, the sample's "
+            "trained tokens"
+        )
+    return count
+
+
+def weight(group: Hashable, member: int, value: Any) -> float:
+    """Returns what a trajectory's gradient is multiplied by, as a float."""
+    number = _number(value)
+    if not abs(number) < LARGEST_REWARD:
+        raise ValueError(
+            f"group {group!r} member {member} completed with weight {value!r:.60}; "
+            "expected a finite number, as one over its trained tokens"
+        )
+    return number
+
+
+def failed(group: Hashable, member: int, reason: str) -> StreamError:
+    """What ends a step that takes no failed members."""
+    return StreamError(
+        f"group {group!r} member {member} failed ({reason}) and partial_groups is "
+        "'fail'; 'drop' or 'keep' would go on without it"
+    )
+
+
+def check_no_tokens(group: Hashable, member: int, value: Any) -> None:
+    """Requires that a completion without a sample brings no tokens either."""
+    if value is not None:
+        raise ValueError(
+            f"group {group!r} member {member} completed with tokens={value!r} and no "
+            "sample; tokens are counted by sample, pass them with it"
+        )
+
+
+def check_version(group: Hashable, member: int, version: Any, expected: Any) -> None:
+    """Requires the step's policy version, where both are known."""
+    if None not in (version, expected) and version != expected:
+        raise ValueError(
+            f"group {group!r} member {member} was sampled by policy version {version} "
+            f"and this step is of version {expected}; a step takes trajectories of its "
+            "own parameters only"
+        )
+
+
+def _number(value: Any) -> float:
+    """As a float; NaN where it is none."""
+    try:
+        return math.nan if isinstance(value, str) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan

@@ -1,0 +1,314 @@
+"""A trajectory in pieces: gradients turn by turn, and prompts that a group shares.
+
+A *segment* is some tokens of a trajectory, seen as a function
+
+    (params, state of the segments before, sample) -> (surrogate, state)
+
+of which one program computes the gradient. A later segment reads the state of earlier
+ones (keys and values), so its loss also has a gradient through them. Each segment gives
+its own gradient and the cotangents of the state before it; these add up in float32 and
+are pushed through the earlier segments, last to first, once the trajectory is closed.
+
+What it costs, with F for a forward pass over a trajectory (a backward pass is 2 F):
+
+    whole trajectory       3 F, all after its last token
+    turn by turn           3 F as the turns come, then about 3 F more for all turns but
+                           the last: replay runs them forward again and back. Learner
+                           work about doubles with many turns, and the tail after the
+                           last turn gets longer, not shorter. What it buys is that most
+                           of the work is done while tools run: choose it where the
+                           learner idles then, and measure (`bench_opd.py`). Memory, per
+                           open trajectory: a gradient, its keys and values, and a
+                           float32 copy of these.
+    prompt of a group      4 F of the prompt once per group (and replica) instead of 3 F
+                           per member; memory, per group with work: the prompt's keys
+                           and values, and as many float32 copies as a group has sums.
+
+The last hidden vector of a segment is part of its state: it predicts the first token of
+the next. An observation is run at the start of the segment behind it, so that one at
+the end of a trajectory, which no action follows, is never run. This module knows no
+model and no schedule.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from thundersync_jax.stream.accumulator import sum_dtype
+from thundersync_jax.stream.surrogate import Evaluated, Surrogate, all_finite, parts
+
+Tree = Any
+
+
+class State(NamedTuple):
+    """What segments leave for those behind them. Floating-point arrays.
+
+    Attributes:
+      kept: To which every segment appends along one axis, as keys and values. A segment
+        does not look at entries from its own first token on.
+      last: What every segment replaces, as the hidden vector behind its last token.
+    """
+
+    kept: Tree
+    last: Tree
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Segments:
+    """A surrogate in pieces. Make one per run: compiled programs belong to the object.
+
+    Attributes:
+      function: Maps (params, state, sample), or (params, frozen, state, sample) where
+        a stream has `frozen`, to a `Surrogate` and to the state with the segment's own
+        part of `kept`: its tokens alone. A sample is a dict, and its "start" int32[]
+        says how many tokens are before it.
+      empty: Maps a number of slots to the state before the first token: `kept` with
+        room for so many tokens.
+      slots: Tokens that the longest trajectory keeps.
+      axis: Of `kept`, along which tokens lie.
+    """
+
+    function: Callable[..., tuple[Surrogate, State]]
+    empty: Callable[[int], State]
+    slots: int
+    axis: int = 0
+
+    def __call__(self, *arguments: Any) -> tuple[Surrogate, State]:
+        return self.function(*arguments)
+
+    @functools.cached_property
+    def joined(self) -> Callable[..., Surrogate]:
+        """The function of ((params, state), [frozen,] sample), without its state."""
+
+        def joined(both, *rest):
+            params, state = both
+            *frozen, sample = rest
+            return self.function(params, *frozen, state, sample)[0]
+
+        return joined
+
+
+class Turn(NamedTuple):
+    """What a segment of an open trajectory leaves.
+
+    Attributes:
+      gradient: Of its `additive`, with respect to the parameters.
+      state: After it.
+      pulled: Cotangents of `kept`, all segments so far added up, float32.
+      of_last: Cotangent of `last` before it, float32.
+      evaluated: Its parts, one row.
+    """
+
+    gradient: Tree
+    state: State
+    pulled: Tree
+    of_last: Tree
+    evaluated: Evaluated
+
+
+class Replayed(NamedTuple):
+    """What pushing cotangents through a segment brings; fields as in `Turn`."""
+
+    gradient: Tree
+    pulled: Tree
+    of_last: Tree
+    evaluated: Evaluated
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def prompt_state(segments: Segments, params: Tree, frozen: Tree, sample: Tree) -> State:
+    """The state behind a prompt: a trajectory's first tokens."""
+    return _run(segments, params, frozen, segments.empty(0), sample)[1]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def prompt_gradient(
+    segments: Segments, params: Tree, frozen: Tree, sample: Tree, cotangent: State
+) -> tuple[Tree, Evaluated]:
+    """Pushes the cotangent of a prompt's state through it.
+
+    Args:
+      segments: The function; static.
+      params: Differentiated.
+      frozen: Its further argument, or None.
+      sample: The prompt.
+      cotangent: Like `prompt_state`, of any floating-point dtype.
+
+    Returns:
+      A gradient, and whether it is finite; there are no rows.
+    """
+
+    def state_of(params):
+        return _run(segments, params, frozen, segments.empty(0), sample)[1]
+
+    state, pull = jax.vjp(state_of, params)
+    (gradient,) = pull(_like(cotangent, state))
+    return gradient, _no_rows(gradient)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def opened(segments: Segments, prompt: State | None) -> tuple[State, Tree]:
+    """State and cotangents of a trajectory that nothing is known of but its prompt.
+
+    Args:
+      segments: The function; static.
+      prompt: Of `prompt_state`; None where the first segment holds the prompt.
+
+    Returns:
+      The state, with all its slots, and zeros for `Turn.pulled`.
+    """
+    state = segments.empty(segments.slots)
+    if prompt is not None:
+        start = jnp.zeros((), jnp.int32)
+        kept = _written(segments.axis, state.kept, prompt.kept, start)
+        state = State(kept, prompt.last)
+    pulled = jax.tree.map(lambda x: jnp.zeros(x.shape, sum_dtype(x.dtype)), state.kept)
+    return state, pulled
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def turn(
+    segments: Segments,
+    params: Tree,
+    frozen: Tree,
+    state: State,
+    pulled: Tree,
+    sample: Tree,
+) -> Turn:
+    """Gradient of one more segment of an open trajectory.
+
+    Args:
+      segments: The function; static.
+      params: Differentiated.
+      frozen: Its further argument, or None.
+      state: Before it.
+      pulled: Cotangents of `kept` from the segments before.
+      sample: The segment.
+    """
+
+    def additive(params, state):
+        out, own = _run(segments, params, frozen, state, sample)
+        row = parts(out)
+        return row[1], (own, jax.lax.stop_gradient(row))
+
+    found, (own, row) = jax.grad(additive, argnums=(0, 1), has_aux=True)(params, state)
+    gradient, of_state = found
+    kept = _written(segments.axis, state.kept, own.kept, sample["start"])
+    return Turn(
+        gradient,
+        State(kept, own.last),
+        _added(pulled, of_state.kept),
+        jax.tree.map(lambda x: x.astype(sum_dtype(x.dtype)), of_state.last),
+        Evaluated(row[None], all_finite(found)),
+    )
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def replay(
+    segments: Segments,
+    params: Tree,
+    frozen: Tree,
+    state: State,
+    pulled: Tree,
+    of_last: Tree,
+    of_last_before: Tree,
+    sample: Tree,
+) -> Replayed:
+    """Pushes what later segments pulled through an earlier one.
+
+    Args:
+      segments: The function; static.
+      params: Differentiated.
+      frozen: Its further argument, or None.
+      state: `kept` of the closed trajectory, and `last` before the segment.
+      pulled: Cotangents of `kept`, later segments replayed already.
+      of_last: Cotangent of `last` after it.
+      of_last_before: That of `last` before it, from its own `additive`.
+      sample: The segment.
+    """
+    start = sample["start"]
+
+    def own_state(params, state):
+        return _run(segments, params, frozen, state, sample)[1]
+
+    own, pull = jax.vjp(own_state, params, state)
+    of_own = State(_read(segments.axis, pulled, own.kept, start), of_last)
+    found = pull(_like(of_own, own))
+    gradient, of_state = found
+    added = _added(pulled, of_state.kept)
+    # What its own tokens and all behind them were given has been passed on.
+    before = functools.partial(_before, segments.axis, start=start)
+    pulled = jax.tree.map(before, added)
+    of_last = _added(of_last_before, of_state.last)
+    return Replayed(gradient, pulled, of_last, _no_rows(found))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def of_prompt(
+    segments: Segments, prompt: State, pulled: Tree, of_last: Tree, weight: float
+) -> State:
+    """What a replayed trajectory pulls of its prompt's state, times its weight."""
+    start = jnp.zeros((), jnp.int32)
+    found = State(_read(segments.axis, pulled, prompt.kept, start), of_last)
+
+    def weigh(x):
+        x = x.astype(sum_dtype(x.dtype))
+        return x * jnp.asarray(weight, x.dtype)
+
+    return jax.tree.map(weigh, found)
+
+
+def _run(segments, params, frozen, state, sample):
+    more = () if frozen is None else (frozen,)
+    return segments.function(params, *more, state, sample)
+
+
+def _no_rows(found) -> Evaluated:
+    return Evaluated(jnp.zeros((0, 2)), all_finite(found))
+
+
+def _like(cotangent: Tree, primal: Tree) -> Tree:
+    """In the dtype of what it belongs to, as a VJP wants it."""
+    return jax.tree.map(lambda c, x: c.astype(x.dtype), cotangent, primal)
+
+
+def _added(pulled, more):
+    return jax.tree.map(lambda x, y: x + y.astype(x.dtype), pulled, more)
+
+
+def _slots(axis, own, start):
+    """Where the tokens of a segment lie, padding included."""
+    return start + jnp.arange(own.shape[axis], dtype=jnp.int32)
+
+
+def _written(axis, kept, own, start):
+    """`kept` with a segment's part in place; padding that finds no room is dropped."""
+
+    def write(whole, piece):
+        moved = jnp.moveaxis(whole, axis, 0)
+        rows = jnp.moveaxis(piece, axis, 0).astype(whole.dtype)
+        moved = moved.at[_slots(axis, piece, start)].set(rows, mode="drop")
+        return jnp.moveaxis(moved, 0, axis)
+
+    return jax.tree.map(write, kept, own)
+
+
+def _read(axis, pulled, own, start):
+    """The part of `pulled` that belongs to a segment."""
+
+    def read(whole, piece):
+        where = _slots(axis, piece, start)
+        return jnp.take(whole, where, axis=axis, mode="fill", fill_value=0)
+
+    return jax.tree.map(read, pulled, own)
+
+
+def _before(axis, pulled, start):
+    shape = [1] * pulled.ndim
+    shape[axis] = -1
+    index = jnp.arange(pulled.shape[axis], dtype=jnp.int32).reshape(shape)
+    return jnp.where(index < start, pulled, jnp.zeros_like(pulled))

@@ -1,0 +1,307 @@
+"""What a person sees while a run goes on: one row per step, and little else.
+
+On a terminal a progress line is alive while a step runs and trained tokens have a
+colour; anywhere else the same rows come as plain text without it. Numbers are computed
+elsewhere; this only lays them out, in at most 100 columns.
+"""
+
+import contextlib
+import dataclasses
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import IO
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from thundersync_jax.chat import base
+from thundersync_jax.chat.base import Piece
+from thundersync_jax.chat.byte_level import ByteLevel
+from thundersync_jax.metrics.progress import Progress
+from thundersync_jax.run.heldout import wilson_interval
+from thundersync_jax.types import Trajectory
+from thundersync_jax.view import tables, transcript
+from thundersync_jax.view.tables import Column
+
+WIDTH = 100
+_ROWS_PER_HEADING = 20
+_BAR_CELLS = 18
+_REFRESHES_PER_SEC = 8
+_QUIET, _STRONG = "dim", "bold"
+
+_STEP_COLUMNS = (
+    Column("step", 7),
+    Column("reward", 7),
+    Column("success", 6),
+    Column("gradient\nnorm", 8),
+    Column("groups\nkept", 7),
+    Column("uniform", 7),
+    Column("teacher\nKL", 7),
+    Column("streamed", 8),
+    Column("rollout\nsecs", 7),
+    Column("step\nsecs", 6),
+    Column("learner\nbusy", 7),
+    Column("staleness", 9),
+)
+_OF_TEACHER, _OF_REWARDS = "teacher\nKL", "uniform"  # one of them is shown
+_DISPENSABLE = ("staleness", "uniform", "rollout\nsecs")  # on a narrow terminal
+_RELEASE_COLUMNS = (
+    Column("release", 10, left=True),
+    Column("step\nsecs", 6),
+    Column("over\nbatch", 6),
+    Column("learner\nidle", 7),
+    Column("tail after\nlast reward", 11),
+    Column("formula\nsecs", 7),
+    Column("difference", 10),
+    Column("control", 8),
+)
+_RELEASE_NOTES = (
+    "over batch: batch step time over this one. formula: a learner never idle beside "
+    "ready work.",
+    "difference: gradient against batch, relative. control: batch against itself in "
+    "other orders.",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepRow:
+    """One step in numbers; None or NaN where there is nothing to say."""
+
+    step: int
+    steps: int
+    reward: float | None  # mean over the rewards that came
+    success: float | None  # share
+    gradient_norm: float | None  # before clipping
+    kept_groups: int
+    groups: int
+    uniform_groups: int
+    streamed_share: float | None  # of gradient-carrying samples
+    rollout_secs: float
+    step_secs: float
+    learner_busy: float | None  # share of the step
+    staleness: int  # policy versions
+    teacher_kl: float | None = None  # per token; shown in place of uniform groups
+
+
+@dataclasses.dataclass(frozen=True)
+class ReleaseRow:
+    """The same step under one release rule."""
+
+    release: str
+    step_secs: float
+    idle_fraction: float
+    tail_secs: float  # from the last reward to the end of the step
+    predicted_secs: float
+    difference: float | None  # of its gradient from the batch rule's, relative
+    control: float | None  # the same among batch runs in other orders
+
+
+class Display:
+    """Writes to one stream, by default the standard output."""
+
+    def __init__(self, stream: IO[str] | None = None):
+        stream = sys.stdout if stream is None else stream
+        if hasattr(stream, "reconfigure"):
+            # A sampled letter that the terminal cannot write must not end the run.
+            stream.reconfigure(errors="replace")
+        self._console = Console(file=stream, highlight=False, emoji=False)
+        # Colour may be forced where nobody can see a line being redrawn.
+        self._lively = self._console.is_interactive and stream.isatty()
+        self._progress: Progress | None = None
+        self._rows = 0  # since the last heading
+        self._fresh = True  # nothing written yet
+
+    @property
+    def width(self) -> int:
+        """Characters of a line; off a terminal a fixed number."""
+        return self._console.width if self._lively else WIDTH
+
+    @contextlib.contextmanager
+    def live(
+        self, title: str, clock: Callable[[], float] = time.monotonic
+    ) -> Iterator[None]:
+        """Keeps a progress line on a terminal until the block ends.
+
+        Args:
+          title: Its beginning, as `RunProgress.title`.
+          clock: The clock of `Progress.started_secs`.
+        """
+        self._progress = None
+        if not self._lively:
+            yield
+            return
+        with Live(
+            console=self._console,
+            refresh_per_second=_REFRESHES_PER_SEC,
+            transient=True,
+            get_renderable=lambda: progress_line(
+                title, self._progress, clock(), bar=self.width >= WIDTH
+            ),
+        ):
+            yield
+
+    def update(self, progress: Progress) -> None:
+        """Shows this step's counts; they are read again at every refresh."""
+        self._progress = progress
+
+    def line(self, text: str) -> None:
+        """A message between the rows."""
+        self._print(Text(transcript.printable(text), _QUIET))
+
+    def row(self, row: StepRow) -> None:
+        """One finished step, below a heading every so many rows."""
+        idle = _OF_TEACHER if row.teacher_kl is None else _OF_REWARDS
+        used = [column for column in _STEP_COLUMNS if column.heading != idle]
+        columns = self._fitting(used)
+        cells = dict(zip(_STEP_COLUMNS, _step_cells(row), strict=True))
+        if self._rows % _ROWS_PER_HEADING == 0:
+            self._heading(columns)
+        self._rows += 1
+        self._print(Text(tables.line([cells[column] for column in columns], columns)))
+
+    def evaluation(self, label: str, successes: int, total: int) -> None:
+        """A success rate with its 95 % interval."""
+        low, high = wilson_interval(successes, total)
+        share = tables.percent(successes / total if total else None, 1)
+        text = Text(f"{label} ")
+        text.append(share, _STRONG)
+        text.append(f"  {successes} of {total}, 95% interval ")
+        text.append(f"{tables.percent(low, 1)} to {tables.percent(high, 1)}")
+        self._print(text)
+
+    def sample(
+        self,
+        trajectory: Trajectory,
+        advantage: float | None = None,
+        lines: int | None = 12,
+        pieces: Sequence[Piece] | None = None,
+    ) -> None:
+        """A trajectory with the trained tokens apart from the observed ones.
+
+        Args:
+          trajectory: Any, failed ones too.
+          advantage: Shown where known.
+          lines: The most of each segment, its middle is left out; None for all.
+          pieces: Its text; None where its tokens are byte-level.
+        """
+        if pieces is None:
+            pieces = base.pieces(ByteLevel(), trajectory)
+        self._rows = 0
+        self._gap()
+        self._print(transcript.title(trajectory, advantage))
+        layout = self._console, self.width, lines
+        for text in transcript.body(trajectory, pieces, *layout):
+            self._print(text)
+
+    def table(
+        self, columns: Sequence[Column], rows: Sequence[Sequence[str]], title: str = ""
+    ) -> None:
+        """Any table, its columns as wide as they must be."""
+        self._rows = 0
+        if title:
+            self._gap()
+            self._print(Text(title, _STRONG))
+            self._fresh = True  # no gap between a title and its heading
+        columns = tables.fit(columns, rows)
+        self._heading(columns)
+        for row in rows:
+            self._print(Text(tables.line(row, columns)))
+
+    def closing_table(self, rows: Sequence[ReleaseRow]) -> None:
+        """The same step under every release rule."""
+        batch = [row.step_secs for row in rows if row.release == "batch"]
+        cells = []
+        for row in rows:
+            over = batch[0] / row.step_secs if batch and row.step_secs else None
+            cells.append(
+                [
+                    row.release,
+                    tables.seconds(row.step_secs),
+                    f"{over:.2f}x" if over else tables.MISSING,
+                    tables.percent(row.idle_fraction),
+                    tables.seconds(row.tail_secs),
+                    tables.seconds(row.predicted_secs),
+                    tables.scientific(row.difference),
+                    tables.scientific(row.control),
+                ]
+            )
+        title = "One more step from the final parameters, under every release rule"
+        self.table(_RELEASE_COLUMNS, cells, title)
+        for note in _RELEASE_NOTES:
+            self.line(note)
+
+    def _fitting(self, columns: Sequence[Column]) -> list[Column]:
+        columns = list(columns)
+        for heading in _DISPENSABLE:
+            if tables.extent(columns) > self.width:
+                columns = [column for column in columns if column.heading != heading]
+        return columns
+
+    def _heading(self, columns: Sequence[Column]) -> None:
+        self._gap()
+        for text in tables.heading(columns):
+            self._print(Text(text, _QUIET))
+
+    def _gap(self) -> None:
+        if not self._fresh:
+            self._print(Text())
+
+    def _print(self, text: Text) -> None:
+        self._fresh = False
+        # Off a terminal rich would fold at 80 columns.
+        self._console.print(text, soft_wrap=True)
+
+
+def progress_line(
+    title: str, progress: Progress | None, now_secs: float, bar: bool = True
+) -> Text:
+    """The line that is alive while a step runs."""
+    line = Text(no_wrap=True, overflow="ellipsis")
+    line.append(title, _STRONG)
+    if progress is None:
+        return line
+    if bar:
+        line.append("  ").append_text(_bar(progress))
+    line.append("  done ").append(f"{progress.completed}/{progress.total}", "cyan")
+    for label in ("verified", "streamed", "failed"):
+        count = getattr(progress, label)
+        if count or label != "failed":
+            line.append(f" {label} ").append(str(count), "cyan")
+    elapsed = max(now_secs - progress.started_secs, 1e-9)
+    busy = min(progress.learner_secs / elapsed, 1.0)
+    line.append(f"  {progress.tokens / elapsed:,.0f} tokens/s")
+    return line.append(f"  learner {busy:.0%}")
+
+
+def _bar(progress: Progress) -> Text:
+    """Streamed, verified and done, each behind the other, of all trajectories."""
+    bar, drawn = Text(), 0
+    for count, style in (
+        (progress.streamed, "green"),
+        (progress.verified, "cyan"),
+        (progress.completed, "blue"),
+        (progress.total, "bright_black"),
+    ):
+        cells = round(_BAR_CELLS * min(count / max(progress.total, 1), 1.0))
+        bar.append("━" * max(0, cells - drawn), style)
+        drawn = max(drawn, cells)
+    return bar
+
+
+def _step_cells(row: StepRow) -> list[str]:
+    return [
+        f"{row.step}/{row.steps}",
+        tables.number(row.reward),
+        tables.percent(row.success, 1),
+        tables.number(row.gradient_norm),
+        f"{row.kept_groups}/{row.groups}",
+        str(row.uniform_groups),
+        tables.number(row.teacher_kl),
+        tables.percent(row.streamed_share),
+        tables.seconds(row.rollout_secs),
+        tables.seconds(row.step_secs),
+        tables.percent(row.learner_busy),
+        str(row.staleness),
+    ]
