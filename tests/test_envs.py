@@ -13,7 +13,7 @@ import time
 import numpy as np
 import pytest
 
-from thundersync_jax.config import EnvConfig, LatencyConfig
+from thundersync_jax.config import EnvConfig, LatencyConfig, dotted
 from thundersync_jax.envs import reasoning
 from thundersync_jax.envs.base import (
     Action,
@@ -377,12 +377,27 @@ def test_factory_is_found_by_import_path(tmp_path, monkeypatch):
         ("thundersync_jax.envs.reasonings:make", "no module.*reasonings"),
         ("thundersync_jax.envs.reasoning:build", "no function 'build'"),
         ("thundersync_jax.envs.reasoning:TASKS", "no function 'TASKS'"),
+        ("os:getcwd", r"function of \(\).*called as getcwd\(config.env, seed\)"),
     ],
 )
 def test_unknown_factory_is_refused_in_one_line(name, message):
     with pytest.raises(ConfigError, match=message) as caught:
         load_factory(name)
     assert "\n" not in str(caught.value)
+
+
+def test_any_setting_can_name_a_function_with_its_own_parameters():
+    setting = "loss.surrogate"
+    assert dotted.load(setting, "math:hypot", ("x", "y")) is math.hypot
+    assert dotted.load(setting, "collections:Counter", ("items",))
+    dotted.check(setting, "no.such.module:function")  # imports nothing
+    for name in ("loss", "loss:", "a.b:c.d", "a/b.py:c"):
+        with pytest.raises(ConfigError, match="^loss.surrogate is .*colon"):
+            dotted.check(setting, name)
+    with pytest.raises(
+        ConfigError, match=r"^loss.surrogate is .*dumps\(config\.l, m\)"
+    ):
+        dotted.load(setting, "json:dumps", ("config.l", "m"))
 
 
 def test_import_error_inside_a_factory_is_its_own(tmp_path, monkeypatch):
@@ -414,7 +429,7 @@ PLAY = """
 import asyncio
 from thundersync_jax.envs.base import Action, check_split, load_factory
 from thundersync_jax.flags import load_config
-from thundersync_jax.rollout.render import render_action, render_prompt
+from thundersync_jax.chat.byte_level import render_action, render_prompt
 
 config = load_config("my_copy.py")
 load_config("my_copy.py:smoke")

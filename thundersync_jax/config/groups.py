@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 from typing import Any, Literal
 
+from thundersync_jax.config import dotted
 from thundersync_jax.config.checks import (
     at_least_zero,
     check_servers,
@@ -128,14 +129,7 @@ class EnvConfig:
 
     def __post_init__(self):
         check_types(self, "env.")
-        module, _, function = self.factory.partition(":")
-        names = [*module.split("."), function]
-        require(
-            all(name.isidentifier() for name in names),
-            f"env.factory is {self.factory!r}",
-            "an import path module:function",
-            "Write it like thundersync_jax.envs.reasoning:make.",
-        )
+        dotted.check("env.factory", self.factory)
         if self.options is not None:
             require(
                 is_frozen_dataclass(self.options),

@@ -1,11 +1,10 @@
 """What an environment is: three awaitables, and a set of tasks to run them on."""
 
 import dataclasses
-import importlib
 from collections.abc import Callable, Mapping, Sequence
-from types import ModuleType
 from typing import Any, Protocol
 
+from thundersync_jax.config import dotted
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.types import Action, Observation
 
@@ -50,29 +49,8 @@ class TaskSet:
 
 
 def load_factory(name: str) -> Callable[..., TaskSet]:
-    """Finds the factory that a config names.
-
-    Args:
-      name: "package.module:function", imported as Python would; the folder of the
-        config file is on the import path, so "own_task:make" names a neighbour and
-        f"{__name__}:make" the config file itself.
-
-    Raises:
-      ConfigError: No such module or function.
-    """
-    where, _, function = name.partition(":")
-    if not where or not function or where.startswith("."):
-        raise ConfigError(
-            f"env.factory is {name!r}; expected an import path, such as "
-            "'package.module:function'."
-        )
-    factory = getattr(_import(name, where), function, None)
-    if not callable(factory):
-        raise ConfigError(
-            f"env.factory is {name!r}, but {where} has no function {function!r}; "
-            "define it or name another."
-        )
-    return factory
+    """Imports the factory of a task set; `name` is the setting `env.factory`."""
+    return dotted.load("env.factory", name, ("config.env", "seed"))
 
 
 def check_split(tasks: TaskSet) -> None:
@@ -90,17 +68,3 @@ def check_split(tasks: TaskSet) -> None:
             f"the first is {leaked[0]!r}; choose the held-out tasks first and drop "
             "their prompts from training."
         )
-
-
-def _import(name: str, module: str) -> ModuleType:
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        missing = error.name or ""
-        # A missing import inside the module is the module's own error.
-        if module != missing and not module.startswith(f"{missing}."):
-            raise
-        raise ConfigError(
-            f"env.factory is {name!r}, but there is no module {missing!r}; install it "
-            "or put it beside the config file."
-        ) from error
