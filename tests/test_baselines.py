@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from thundersync_jax.ops.rewards import PromptBaseline
+from thundersync_jax.ops.advantages import PromptBaseline
 
 
 def test_a_visit_weighs_less_with_every_later_one():

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from thundersync_jax.ops import losses, mismatch
+from thundersync_jax.ops import losses
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_nothing_at_a_masked_position_reaches_any_term(bad):
         kls = [
             losses.kl_penalty(logprob, other, weights, k) for k in ("k1", "k2", "k3")
         ]
-        measured = mismatch.mismatch(logprob, other, trained)
+        measured = losses.mismatch(logprob, other, trained)
         bonus = losses.entropy_bonus(extra, weights)
         return weighted + additive + sum(kls) + bonus + sum(measured.values())
 
@@ -269,7 +269,7 @@ def test_strict_dtypes_of_every_term():
             losses.entropy_bonus(one, half),
             losses.kl_penalty(one, half, one, "k2"),
             losses.importance_weights(one, half, trained, 2.0),
-            *mismatch.mismatch(one, half, trained).values(),
+            *losses.mismatch(one, half, trained).values(),
         ]
     assert {x.dtype for x in got} == {jnp.dtype("float32")}
 

@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from thundersync_jax.ops import mismatch
-from thundersync_jax.ops.mismatch import EDGES, percentile
+from thundersync_jax.ops import losses
+from thundersync_jax.ops.losses import EDGES, percentile
 
 WITHIN = 1.8  # of a percentile: the distance of two edges
 
@@ -14,8 +14,7 @@ def measured(ratios, cap=2.0):
     """Sums of tokens with these log-ratios, one sample for each half of them."""
     halves = np.array_split(np.asarray(ratios, np.float32), 2)
     parts = [
-        mismatch.mismatch(h, np.zeros_like(h), np.ones(len(h), bool), cap)
-        for h in halves
+        losses.mismatch(h, np.zeros_like(h), np.ones(len(h), bool), cap) for h in halves
     ]
     sums = {name: float(sum(part[name] for part in parts)) for name in parts[0]}
     largest = max(float(part["max_abs_log_ratio"]) for part in parts)
@@ -26,7 +25,7 @@ def test_mismatch_measures_both_sides():
     learner = np.array([-1.0, -2.0, -0.5, -9.0], np.float32)
     sampler = np.array([-1.5, -1.0, -0.5, -1.0], np.float32)
     trained = np.array([True, True, True, False])
-    got = mismatch.mismatch(learner, sampler, trained)
+    got = losses.mismatch(learner, sampler, trained)
     d = np.array([0.5, -1.0, 0.0])
     expected = {
         "abs_log_ratio": 1.5,
@@ -42,7 +41,7 @@ def test_mismatch_measures_both_sides():
 
 
 def test_mismatch_of_nothing_trained_is_zero():
-    got = mismatch.mismatch(jnp.full(2, jnp.nan), jnp.zeros(2), jnp.zeros(2, bool))
+    got = losses.mismatch(jnp.full(2, jnp.nan), jnp.zeros(2), jnp.zeros(2, bool))
     assert all(value == 0 for value in got.values())
 
 
@@ -50,9 +49,7 @@ def test_the_measured_kl_is_of_the_sampler_against_the_learner():
     """Outcomes weighed by the sampler's shares; the other way around it is .082283."""
     learner, sampler = jnp.log(jnp.array([0.7, 0.3])), jnp.log(jnp.array([0.5, 0.5]))
     got = [
-        mismatch.mismatch(learner[a : a + 1], sampler[a : a + 1], jnp.ones(1, bool))[
-            "kl"
-        ]
+        losses.mismatch(learner[a : a + 1], sampler[a : a + 1], jnp.ones(1, bool))["kl"]
         for a in (0, 1)
     ]
     expected = 0.5 * np.log(0.5 / 0.7) + 0.5 * np.log(0.5 / 0.3)

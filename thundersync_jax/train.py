@@ -30,7 +30,7 @@ from thundersync_jax.metrics.progress import RunProgress
 from thundersync_jax.metrics.records import known_mean, write_rollouts
 from thundersync_jax.metrics.timing import StepTiming, step_timing, write_chrome_trace
 from thundersync_jax.metrics.writer import Metrics, Sink, read
-from thundersync_jax.ops.mismatch import percentile
+from thundersync_jax.ops.losses import percentile
 from thundersync_jax.run import state
 from thundersync_jax.run.checkpoint import Checkpoints, sha256
 from thundersync_jax.run.compiling import compile_all

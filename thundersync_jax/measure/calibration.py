@@ -18,7 +18,7 @@ from thundersync_jax.metrics.learner_clock import Ran
 from thundersync_jax.run.compiling import made_up_calls
 from thundersync_jax.run.run import Run
 from thundersync_jax.run.step import roll_out
-from thundersync_jax.stream import signature
+from thundersync_jax.stream import padding
 from thundersync_jax.stream.schedule import Prompt, TurnCall
 from thundersync_jax.types import Trajectory
 
@@ -131,9 +131,9 @@ def kinds(run: Run, trajectories: Iterable[Trajectory]) -> list[Any]:
     """The bucket of each trajectory, as the learner has it."""
 
     def bucket(one):
-        found = signature.shapes(run.samples.whole(one).tree)
+        found = padding.shapes(run.samples.whole(one).tree)
         prompt = run.samples.prompt(one.key.step, one.key.group)
-        return found if prompt is None else (*found, signature.shapes(prompt.tree))
+        return found if prompt is None else (*found, padding.shapes(prompt.tree))
 
     return [bucket(one) for one in trajectories]
 

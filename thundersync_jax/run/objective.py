@@ -24,9 +24,9 @@ import numpy as np
 from thundersync_jax.config import LossConfig, ModelConfig
 from thundersync_jax.errors import ConfigError, StreamError
 from thundersync_jax.models import continuation, transformer
-from thundersync_jax.ops import advantages, losses, mismatch, rewards
+from thundersync_jax.ops import advantages, losses
+from thundersync_jax.ops.advantages import PromptBaseline
 from thundersync_jax.ops.logprobs import target_logprobs
-from thundersync_jax.ops.rewards import PromptBaseline
 from thundersync_jax.run import token_numbers
 from thundersync_jax.stream import padding
 from thundersync_jax.stream.segments import Segments, State
@@ -47,7 +47,7 @@ def policy_surrogate(
 
     Metrics are "kl", "entropy" and "teacher_kl" where their terms are, sums over
     trained tokens (not weighted: divide by their number). Diagnostics are those of
-    `mismatch.mismatch`, under names that begin with "mismatch_".
+    `losses.mismatch`, under names that begin with "mismatch_".
 
     Args:
       model: Of the policy.
@@ -281,7 +281,7 @@ def untrained(
 
 
 def shaped_reward(trajectory: Trajectory, loss: LossConfig, limit_tokens: int) -> float:
-    """A trajectory's reward less its length penalty (`rewards.length_penalty`).
+    """A trajectory's reward less its length penalty (`advantages.length_penalty`).
 
     Args:
       trajectory: With a reward.
@@ -290,7 +290,7 @@ def shaped_reward(trajectory: Trajectory, loss: LossConfig, limit_tokens: int) -
     """
     if not loss.length_penalty:
         return trajectory.reward
-    return trajectory.reward - rewards.length_penalty(
+    return trajectory.reward - advantages.length_penalty(
         trajectory.action_tokens,
         loss.length_free_tokens,
         limit_tokens,
@@ -341,6 +341,6 @@ def _terms(loss: LossConfig, sample: Tree, found: Tree, others: Any) -> Surrogat
 
 
 def _mismatch(loss, *given):
-    found = mismatch.mismatch(*given, loss.importance_cap or mismatch.USUAL_CAP)
+    found = losses.mismatch(*given, loss.importance_cap or losses.USUAL_CAP)
     found["max_abs_log_ratio"] = Max(found["max_abs_log_ratio"])
     return {f"mismatch_{name}": x for name, x in found.items()}

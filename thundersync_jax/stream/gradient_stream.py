@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from thundersync_jax.ops.advantages import Estimator
-from thundersync_jax.stream import refusals, signature
+from thundersync_jax.stream import padding, refusals
 from thundersync_jax.stream.base import Lifetime
 from thundersync_jax.stream.coefficients import Coefficients
 from thundersync_jax.stream.learner import Learner
@@ -161,7 +161,7 @@ class GradientStream:
         if prompt is not None:
             padded = Padded.of(prompt)
             refusals.check_some(group, padded.real_tokens)
-            tree = jax.tree.map(signature.sample_leaf, padded.tree)
+            tree = jax.tree.map(padding.sample_leaf, padded.tree)
         self._schedule.open_group(group, members, refusals.baseline(group, baseline))
         if prompt is not None:
             self._ledger.prompts[group] = padded.real_tokens, padded.padded_tokens
@@ -193,7 +193,7 @@ class GradientStream:
         needed = self._denominator == "tokens"
         tokens = refusals.tokens(group, member, tokens, needed)
         padded = Padded.of(sample)
-        tree = jax.tree.map(signature.sample_leaf, padded.tree)
+        tree = jax.tree.map(padding.sample_leaf, padded.tree)
         self._schedule.check_incomplete(group, member)
         bucket = self._learner.bucket(group, tree)
         refusals.check_behind(group, member, sample, self._ledger.prompts.get(group))

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from thundersync_jax.stream import mesh, refusals, signature, sums
+from thundersync_jax.stream import mesh, padding, refusals, sums
 from thundersync_jax.stream import segments as seg
 from thundersync_jax.stream.prompts import Prompts
 from thundersync_jax.stream.replica import IN_FLIGHT, Replica, wait_for_any
@@ -50,8 +50,8 @@ class Learner:
         self.structure: Structure | None = None
         self.compiles = 0
         self._surrogate = surrogate
-        self._params = jax.tree.map(signature.parameter, params)
-        self._frozen = jax.tree.map(signature.device_leaf, frozen)
+        self._params = jax.tree.map(padding.parameter, params)
+        self._frozen = jax.tree.map(padding.device_leaf, frozen)
         if accumulator == "exact":
             _check_exact(self._params)
         self._on_compile = on_compile
@@ -64,8 +64,8 @@ class Learner:
         self.prompts = Prompts(self.replicas, accumulator) if shared else None
         self.sums = sums.KINDS[accumulator](views, self._params)
         self._sum_bytes = sums.bytes_per_device(self._params, accumulator)
-        arguments = signature.placed((self._params, self._frozen))
-        self._arguments = signature.number(arguments)
+        arguments = padding.placed((self._params, self._frozen))
+        self._arguments = padding.number(arguments)
         self._traced = traced(surrogate)
 
     @property
@@ -96,13 +96,13 @@ class Learner:
 
     def bucket(self, group: Hashable, tree: Tree) -> Hashable:
         """What samples have in common that may share a call."""
-        shapes = signature.shapes(tree)
+        shapes = padding.shapes(tree)
         if self.prompts is None:
             return shapes
-        return *shapes, signature.shapes(self.prompts.tree(group)), group
+        return *shapes, padding.shapes(self.prompts.tree(group)), group
 
     def examine(self, tree: Tree, bucket: Hashable, estimator: Any) -> Structure:
-        """Looks at the surrogate's parts, once per shape signature."""
+        """Looks at the surrogate's parts, once per shape padding."""
         key, known = (self._arguments, bucket[:3]), self._traced.structures
         if key not in known:
             given = self._surrogate, self._params

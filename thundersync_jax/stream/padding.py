@@ -1,11 +1,24 @@
-"""Padding to a few lengths, so that a few programs serve every trajectory."""
+"""Samples as programs see them: few lengths, few dtypes, and what tells them apart.
+
+Padding to a few lengths lets a few programs serve every trajectory. A program belongs
+to a *shape signature*: the structure, shapes and dtypes of its arrays, and for
+parameters their layout.
+"""
 
 import bisect
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Hashable, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+
+Tree = Any
+
+_NUMBERS: dict[Hashable, int] = {}
+_FRESH = itertools.count()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,3 +80,68 @@ def pad(arrays: dict[str, Any], lengths: Sequence[int]) -> Padded:
         return longer
 
     return Padded({k: extend(x) for k, x in arrays.items()}, real, padded)
+
+
+def sample_leaf(x: Any) -> Any:
+    """One dtype per kind of number: 0.1 and float32(0.1) share a program.
+
+    Numbers and numpy arrays are copied, so that a caller may fill a buffer again.
+
+    Raises:
+      ValueError: It is not numeric, or an integer too large for jax's integers.
+    """
+    if isinstance(x, jax.Array):
+        weak = getattr(x, "weak_type", False)  # PRNG key arrays have no such thing
+        return jnp.asarray(x, x.dtype) if weak else x
+    array = np.array(x)
+    if not jax.dtypes.issubdtype(array.dtype, np.number) and array.dtype != np.bool_:
+        raise ValueError(
+            f"{x!r:.60} of dtype {array.dtype} is no array of numbers; leave it out of "
+            "the tree or encode it"
+        )
+    dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+    converted = array.astype(dtype, copy=False)
+    if dtype != array.dtype and array.dtype.kind in "iu" and (converted != array).any():
+        raise ValueError(
+            f"{x!r:.60} does not fit {dtype}, the integers of jax; give it in parts or "
+            "as a float, or set jax_enable_x64"
+        )
+    return converted
+
+
+def device_leaf(x: Any) -> jax.Array:
+    """An array that stays where it is. Committed: placement is part of a program."""
+    x = sample_leaf(x)
+    x = x if isinstance(x, jax.Array) else jax.device_put(x)
+    return x if x.committed else jax.device_put(x, x.sharding)
+
+
+def parameter(x: Any) -> jax.Array:
+    """A device array that has a gradient.
+
+    Raises:
+      ValueError: It is not floating-point.
+    """
+    x = device_leaf(x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(
+            f"a parameter of shape {x.shape} has dtype {x.dtype}, which has no "
+            "gradient; pass it in `frozen`"
+        )
+    return x
+
+
+def shapes(tree: Tree) -> Hashable:
+    """Structure, shapes and dtypes of a sample."""
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef, tuple((x.shape, x.dtype) for x in leaves)
+
+
+def placed(tree: Tree) -> Hashable:
+    """Structure, shapes, dtypes and layout of arrays on devices."""
+    return shapes(tree), tuple(x.sharding for x in jax.tree.leaves(tree))
+
+
+def number(key: Hashable) -> int:
+    """One small number per key: hashing hundreds of shapes per call takes a while."""
+    return _NUMBERS.setdefault(key, next(_FRESH))

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from thundersync_jax.stream import refusals, signature
+from thundersync_jax.stream import padding, refusals
 from thundersync_jax.stream import segments as seg
 from thundersync_jax.stream.base import Lifetime
 from thundersync_jax.stream.learner import Learner
@@ -141,7 +141,7 @@ class TurnStream:
             refusals.check_prompt(group, prompt, self._segments is not None)
             padded = Padded.of(prompt)
             refusals.check_some(group, padded.real_tokens)
-            tree = jax.tree.map(signature.sample_leaf, padded.tree)
+            tree = jax.tree.map(padding.sample_leaf, padded.tree)
         self._turns.roster.open_group(group, members)
         if prompt is not None:
             self._ledger.prompts[group] = padded.real_tokens, padded.padded_tokens
@@ -179,7 +179,7 @@ class TurnStream:
         needed = self._denominator == "tokens"
         count = refusals.tokens(group, member, tokens, needed)
         padded = Padded.of(tree)
-        sample = jax.tree.map(signature.sample_leaf, padded.tree)
+        sample = jax.tree.map(padding.sample_leaf, padded.tree)
         self._turns.roster.incomplete(group, member, "a turn")
         bucket = self._learner.bucket(group, sample)
         parts = self._learner.examine(sample, bucket, None)

@@ -4,8 +4,19 @@
 """
 
 from .order import Schedule
-from .roster import Close, Item, Verdict
-from .rules import BATCH, RELEASES, Call, Fold, Prompt, Release, Rules
+from .roster import (
+    BATCH,
+    RELEASES,
+    Call,
+    Close,
+    Fold,
+    Item,
+    Prompt,
+    Release,
+    Roster,
+    Rules,
+    Verdict,
+)
 from .turns import TurnCall, TurnFold, Turns
 
 __all__ = [
@@ -17,6 +28,7 @@ __all__ = [
     "Item",
     "Prompt",
     "Release",
+    "Roster",
     "Rules",
     "Schedule",
     "TurnCall",

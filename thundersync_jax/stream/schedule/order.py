@@ -25,8 +25,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Hashable
 
-from .roster import Close, Group, Item, Member, Roster
-from .rules import BATCH, Call, Fold, Prompt, Rules
+from .roster import BATCH, Call, Close, Fold, Group, Item, Member, Prompt, Roster, Rules
 
 
 @dataclasses.dataclass

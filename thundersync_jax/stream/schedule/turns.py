@@ -16,8 +16,7 @@ import dataclasses
 from collections.abc import Hashable
 from typing import NamedTuple
 
-from .roster import Close, Item, Roster
-from .rules import Prompt
+from .roster import Close, Item, Prompt, Roster
 
 
 class TurnCall(NamedTuple):
