@@ -13,8 +13,7 @@ from safetensors.numpy import load_file, save_file
 from tiny_models import QWEN3, assert_same, random_params, shardings
 
 from thundersync_jax.errors import ConfigError
-from thundersync_jax.hf import files, weights
-from thundersync_jax.hf import tensors as families
+from thundersync_jax.hf import families, files, weights
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 

@@ -26,8 +26,7 @@ from tiny_models import (
 )
 
 from thundersync_jax.config.model import ModelConfig
-from thundersync_jax.hf import files, weights
-from thundersync_jax.hf import tensors as families
+from thundersync_jax.hf import families, files, weights
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 

@@ -19,8 +19,7 @@ from thundersync_jax.config import model_folder
 from thundersync_jax.config.checks import require
 from thundersync_jax.config.model import ModelConfig
 from thundersync_jax.errors import ConfigError
-from thundersync_jax.hf import files
-from thundersync_jax.hf import tensors as families
+from thundersync_jax.hf import families, files
 from thundersync_jax.models import layers, transformer
 
 Tree = Any
@@ -124,7 +123,7 @@ def save(
     other = {}
     if source is not None and (source / model_folder.CONFIG_FILE).is_file():
         other = model_folder.read_json(source / model_folder.CONFIG_FILE)
-    described = model_folder.config_json(config, dtype, other)
+    described = families.config_json(config, dtype, other)
     folder.mkdir(parents=True, exist_ok=True)
     write_tensors(folder, config, params, dtype, metadata, most_shard_bytes)
     staged = {}

@@ -9,10 +9,11 @@ import numpy as np
 
 from thundersync_jax.chat import templates
 from thundersync_jax.chat.base import Chat
-from thundersync_jax.config import MOST_STOP_IDS, Config, model_folder
+from thundersync_jax.config import MOST_STOP_IDS, Config
 from thundersync_jax.config.model import ModelConfig
 from thundersync_jax.envs.base import TaskSet, check_split
 from thundersync_jax.errors import ConfigError
+from thundersync_jax.hf import families
 from thundersync_jax.rollout.events import Job
 from thundersync_jax.types import TrajectoryKey
 
@@ -70,7 +71,7 @@ def _check_ids(chat: Chat, config: Config) -> None:
 
 
 def _check_context(model: ModelConfig, tokens: int) -> None:
-    longest = model_folder.longest_context(model)
+    longest = families.longest_context(model)
     if tokens > longest:
         raise ConfigError(
             f"rollout.context_tokens is {tokens} and {model.path} is made for at most "
