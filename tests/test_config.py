@@ -21,7 +21,6 @@ from thundersync_jax.config import (
     run,
 )
 from thundersync_jax.config.settings import (
-    check_same_config,
     config_dict,
     differences,
     settings,
@@ -144,7 +143,7 @@ WRONG = {
     "rollout.gradient_buckets is (48, 64)": lambda: RolloutConfig(
         gradient_buckets=(48, 64)
     ),
-    "rollout.gradient_buckets is ()": lambda: RolloutConfig(gradient_buckets=()),
+    "steps is 99999999999, expected less than": lambda: Config(steps=99999999999),
     "env.factory is 'my_tasks'": lambda: EnvConfig(factory="my_tasks"),
     "env.options is {'terms': 3}": lambda: EnvConfig(options={"terms": 3}),
     "env.tool_latency.kind is 'normal'": lambda: EnvConfig(
@@ -209,7 +208,7 @@ WRONG = {
     ),
     "model.vocab_size is 256": lambda: Config(model=ModelConfig(vocab_size=256)),
     "mesh.tensor is 3 with 4 in model.heads": lambda: Config(mesh=MeshConfig(tensor=3)),
-    "mesh.fsdp is 32 with 48 in rollout.gradient_buckets": lambda: Config(
+    "mesh.fsdp is 32 with 16 in rollout.gradient_buckets": lambda: Config(
         mesh=MeshConfig(fsdp=32)
     ),
 }
@@ -277,26 +276,56 @@ def test_every_setting_is_in_config_json_and_has_a_comment():
         assert setting.default == setting.value
 
 
-def test_another_config_in_a_work_directory_is_refused_by_naming_the_fields():
+def test_differences_are_listed_by_field():
     config = Config(env=EnvConfig(options=Options()))
     saved = json.loads(json.dumps(config_dict(config)))
-    check_same_config(saved, config_dict(config), "w")
+    assert differences(saved, config_dict(config)) == []
     other = dataclasses.replace(
         config,
         seed=5,
         rollout=dataclasses.replace(config.rollout, prefill_buckets=(32, 96)),
         env=EnvConfig(),
     )
-    with pytest.raises(ConfigError) as refused:
-        check_same_config(saved, config_dict(other), "w")
-    line = str(refused.value)
-    assert "seed: 0 -> 5" in line
-    assert "rollout.prefill_buckets: [16, 32, 96] -> [32, 96]" in line
-    assert "env.options: " in line
-    assert "steps" not in line and "\n" not in line
+    changes = differences(saved, config_dict(other))
+    names = ["seed", "rollout.prefill_buckets", "env.options"]
+    assert [change.name for change in changes] == names
+    assert str(changes[0]) == "seed: 0 -> 5"
+    assert changes[1].current == [32, 96]
 
 
-def test_a_setting_that_a_saved_config_lacks_counts_as_a_difference():
-    saved = config_dict(Config())
-    del saved["optim"]["b2"]
-    assert differences(saved, config_dict(Config())) == ["optim.b2: absent -> 0.95"]
+def test_buckets_that_nobody_gave_follow_the_context():
+    lengths = (16, 24, 32, 48, 64, 96)
+    assert RolloutConfig().gradient_buckets == lengths
+    assert RolloutConfig().prefill_buckets == lengths
+    for context in (9, 16, 17, 100, 1023, 1024, 40_960):
+        rollout = RolloutConfig(context_tokens=context, turn_tokens=8)
+        changed = dataclasses.replace(
+            RolloutConfig(turn_tokens=8), context_tokens=context
+        )
+        assert changed == rollout
+        *below, last = rollout.gradient_buckets
+        assert context <= last < max(context + 8, 17)
+        assert all(n < last and n & (n - 1) in (0, n * 2 // 3) for n in below)
+        assert below == sorted(set(below))
+    given = RolloutConfig(prefill_buckets=(96,), gradient_buckets=(48, 96))
+    assert given.prefill_buckets == (96,) and given.gradient_buckets == (48, 96)
+    with pytest.raises(ConfigError, match="the last at least 128"):
+        dataclasses.replace(given, context_tokens=128)
+
+
+def test_what_a_resume_may_change_is_declared_beside_the_fields():
+    """Every other setting is part of what a run computes, new ones included."""
+    rollout = ["command_timeout_secs", "trajectory_timeout_secs", "verify_timeout_secs"]
+    rollout += ["step_timeout_secs", "verify_concurrency", "attempts"]
+    rollout += ["failed_share_limit", "mismatch_warning"]
+    vllm = ["servers", "weights_dir", "request_timeout_secs", "attempts"]
+    changeable = [s.name for s in settings(Config()) if s.changeable]
+    assert changeable == [
+        "steps",
+        *(f"rollout.{name}" for name in rollout),
+        *(f"vllm.{name}" for name in [*vllm, "publish_timeout_secs"]),
+        "teacher.request_timeout_secs",
+        "evaluation.every_steps",
+        "checkpoint.every_steps",
+        "checkpoint.keep",
+    ]

@@ -11,7 +11,7 @@ import pytest
 from thundersync_jax import flags
 from thundersync_jax.config import Config, model_folder
 from thundersync_jax.config.model import SHAPE, ModelConfig, from_dict
-from thundersync_jax.config.rope import RopeScaling
+from thundersync_jax.config.model_folder import RopeScaling
 from thundersync_jax.config.settings import config_dict
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.hf import families

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from thundersync_jax.config.model import ModelConfig
-from thundersync_jax.config.rope import RopeScaling
+from thundersync_jax.config.model_folder import RopeScaling
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.models import layers
 

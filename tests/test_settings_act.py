@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from thundersync_jax import flags, train
 from thundersync_jax.chat.byte_level import ByteLevel
 from thundersync_jax.config import Config, ModelConfig, OptimConfig
-from thundersync_jax.config.rope import RopeScaling
+from thundersync_jax.config.model_folder import RopeScaling
 from thundersync_jax.models import transformer
 from thundersync_jax.run import state, warm_start
 from thundersync_jax.run.heldout import Evaluation

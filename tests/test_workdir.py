@@ -8,8 +8,16 @@ import sys
 
 import pytest
 
-from thundersync_jax.config import Config, OptimConfig, VLLMConfig, workdir
-from thundersync_jax.config.workdir import locked, saved_result
+from thundersync_jax.config import (
+    CheckpointConfig,
+    Config,
+    EvaluationConfig,
+    OptimConfig,
+    RolloutConfig,
+    VLLMConfig,
+    workdir,
+)
+from thundersync_jax.config.workdir import locked, resumed, saved_result
 from thundersync_jax.errors import ConfigError
 
 CONFIG = Config(steps=10)
@@ -45,6 +53,75 @@ def test_more_steps_continue_the_run_and_fewer_are_refused(tmp_path):
     assert "steps:" not in str(caught.value)
 
 
+def test_what_changes_nothing_of_the_run_may_change_and_is_listed(tmp_path):
+    claim(tmp_path, CONFIG)
+    other = dataclasses.replace(
+        CONFIG,
+        rollout=RolloutConfig(step_timeout_secs=9.0),
+        evaluation=EvaluationConfig(every_steps=3),
+        checkpoint=CheckpointConfig(every_steps=5, keep=4),
+    )
+    assert list(map(str, claim(tmp_path, other))) == [
+        "rollout.step_timeout_secs: 300.0 -> 9.0",
+        "evaluation.every_steps: 20 -> 3",
+        "checkpoint.every_steps: 10 -> 5",
+        "checkpoint.keep: 2 -> 4",
+    ]
+    assert claim(tmp_path, other) == []
+    questions = dataclasses.replace(other, evaluation=EvaluationConfig(questions=3))
+    with pytest.raises(ConfigError, match=r"\(evaluation.questions: 200 -> 3\)"):
+        claim(tmp_path, questions)
+
+
+def edit(tmp_path, change):
+    path = tmp_path / "config.json"
+    saved = json.loads(path.read_text())
+    change(saved)
+    path.write_text(json.dumps(saved))
+
+
+def test_a_saved_config_of_another_version_is_read_with_the_names_of_today(tmp_path):
+    def older(saved):
+        del saved["optim"]["b2"], saved["checkpoint"], saved["rollout"]["attempts"]
+        saved["was_once"] = saved["optim"]["too"] = 3
+
+    claim(tmp_path, CONFIG)
+    edit(tmp_path, older)
+    assert claim(tmp_path, CONFIG) == []
+    other = dataclasses.replace(CONFIG, optim=OptimConfig(b2=0.5))
+    with pytest.raises(ConfigError, match=r"\(optim.b2: 0.95 -> 0.5\)"):
+        claim(tmp_path, other)
+
+
+def test_buckets_that_nobody_gave_stay_those_of_the_saved_run(tmp_path):
+    def older(saved):
+        saved["rollout"]["prefill_buckets"] = [16, 32, 96]
+
+    assert resumed(tmp_path, CONFIG) == CONFIG
+    claim(tmp_path, CONFIG)
+    edit(tmp_path, older)
+    assert claim(tmp_path, CONFIG) == []
+    rollout = resumed(tmp_path, CONFIG).rollout
+    assert rollout.prefill_buckets == (16, 32, 96)
+    assert rollout.gradient_buckets == CONFIG.rollout.gradient_buckets
+    longer = dataclasses.replace(CONFIG, rollout=RolloutConfig(context_tokens=128))
+    with pytest.raises(ConfigError, match="rollout.context_tokens: 96 -> 128"):
+        claim(tmp_path, longer)
+    given = dataclasses.replace(CONFIG, rollout=RolloutConfig(prefill_buckets=(96,)))
+    with pytest.raises(ConfigError, match=r"prefill_buckets: \[16, 32, 96\] -> \[96"):
+        claim(tmp_path, given)
+
+
+def test_checkpoints_without_their_settings_are_refused(tmp_path):
+    claim(tmp_path, CONFIG)
+    (tmp_path / "config.json").unlink()
+    assert claim(tmp_path, CONFIG) == []
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "checkpoints" / "1").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"config.json is missing"):
+        claim(tmp_path, CONFIG)
+
+
 def test_an_interrupted_first_write_does_not_block_a_later_run(tmp_path, monkeypatch):
     def killed(*_):
         raise KeyboardInterrupt
@@ -68,7 +145,9 @@ def test_a_file_that_is_no_config_is_refused_in_one_line(tmp_path, text):
     assert (tmp_path / "config.json").read_text() == text
 
 
-@pytest.mark.parametrize("text", ["{bad", "[]", "{}", '{"steps": "ten"}'])
+@pytest.mark.parametrize(
+    "text", ["{bad", "[]", "{}", '{"steps": "ten"}', '{"steps": 10}']
+)
 def test_a_file_that_is_no_result_is_refused_in_one_line(tmp_path, text):
     (tmp_path / "result.json").write_text(text)
     with pytest.raises(ConfigError, match=r"result.json is no saved result.* Delete"):

@@ -27,6 +27,7 @@ from thundersync_jax.config.groups import (
 )
 from thundersync_jax.config.loss import LossConfig, OptimConfig
 from thundersync_jax.config.model import ModelConfig
+from thundersync_jax.config.model_folder import RopeScaling
 from thundersync_jax.config.run import Config
 
 __all__ = [
@@ -49,6 +50,7 @@ __all__ = [
     "PublishedDtype",
     "Release",
     "RolloutConfig",
+    "RopeScaling",
     "Sampler",
     "SharePrompt",
     "TeacherConfig",

@@ -16,7 +16,12 @@ from thundersync_jax.config.checks import (
     require,
     share,
 )
-from thundersync_jax.config.settings import check_types, is_frozen_dataclass
+from thundersync_jax.config.settings import (
+    Automatic,
+    changeable,
+    check_types,
+    is_frozen_dataclass,
+)
 
 Release = Literal["batch", "group", "trajectory", "turn"]
 Accumulator = Literal["plain", "exact"]
@@ -37,7 +42,11 @@ _MIN_SLOTS = 4  # smaller decode batches compile to other programs: other sample
 
 @dataclasses.dataclass(frozen=True)
 class RolloutConfig:
-    """How trajectories are sampled, and when they are given up."""
+    """How trajectories are sampled, and when they are given up.
+
+    Bucket lengths that are not given are powers of two and the halves between them, up
+    to the context. Deadlines and attempts decide only which trajectories fail.
+    """
 
     groups_per_step: int = 16  # prompts per step
     group_size: int = 8  # trajectories per prompt
@@ -49,17 +58,17 @@ class RolloutConfig:
     turns: int = 3  # most actions of a trajectory
     stop_ids: tuple[int, ...] | None = None  # end an action; none: the tokenizer's
     cut_actions: CutActions = "end"  # at the token limit: end the trajectory, or run it
-    prefill_buckets: tuple[int, ...] = (16, 32, 96)  # padded lengths of new tokens
-    gradient_buckets: tuple[int, ...] = (48, 64, 96)  # padded lengths of trajectories
+    prefill_buckets: tuple[int, ...] = ()  # padded lengths of new tokens
+    gradient_buckets: tuple[int, ...] = ()  # padded lengths of trajectories
     segment_buckets: tuple[int, ...] = ()  # of turns and shared prompts; (): gradient's
-    command_timeout_secs: float = 10.0  # deadline of one environment step
-    trajectory_timeout_secs: float = 60.0  # deadline of one trajectory
-    verify_timeout_secs: float = 10.0  # deadline of one verification
-    step_timeout_secs: float = 300.0  # deadline of all rollouts of a step
-    verify_concurrency: int = 32  # verifications running at a time
-    attempts: int = 1  # tries of a trajectory whose environment fails
-    failed_share_limit: float = 0.5  # larger shares of failed members stop the run
-    mismatch_warning: float = 0.1  # nats; mean |log-ratio| above it is said
+    command_timeout_secs: float = changeable(10.0)  # deadline of one environment step
+    trajectory_timeout_secs: float = changeable(60.0)  # deadline of one trajectory
+    verify_timeout_secs: float = changeable(10.0)  # deadline of one verification
+    step_timeout_secs: float = changeable(300.0)  # deadline of all rollouts of a step
+    verify_concurrency: int = changeable(32)  # verifications running at a time
+    attempts: int = changeable(1)  # tries of a trajectory whose environment fails
+    failed_share_limit: float = changeable(0.5)  # failed members that stop the run
+    mismatch_warning: float = changeable(0.1)  # nats; mean |log-ratio| to warn above
     replacement_groups: int | None = None  # most per step; none: as many as a step has
 
     def __post_init__(self):
@@ -95,8 +104,12 @@ class RolloutConfig:
         )
         for name in ("prefill_buckets", "gradient_buckets", "segment_buckets"):
             buckets = getattr(self, name)
-            if buckets or name != "segment_buckets":
-                _check_buckets(name, buckets, self.context_tokens)
+            if name == "segment_buckets" and not buckets:
+                continue
+            if not buckets or isinstance(buckets, Automatic):
+                buckets = _default_buckets(self.context_tokens)
+                object.__setattr__(self, name, buckets)
+            _check_buckets(name, buckets, self.context_tokens)
 
     @property
     def segment_lengths(self) -> tuple[int, ...]:
@@ -182,12 +195,12 @@ class ChatConfig:
 class VLLMConfig:
     """Servers that sample in place of the in-process engine."""
 
-    servers: tuple[str, ...] = ()  # as http://localhost:8000; (): no servers
-    weights_dir: str | None = None  # the folder that they serve, and reload
+    servers: tuple[str, ...] = changeable(())  # as http://localhost:8000; (): none
+    weights_dir: str | None = changeable(None)  # the folder that they serve, and reload
     dtype: PublishedDtype = "float32"  # of the weights there: the servers' --dtype
-    request_timeout_secs: float = 60.0  # deadline of one try of a turn
-    attempts: int = 2  # tries of a turn, each on another server where there is one
-    publish_timeout_secs: float = 300.0  # deadline of one server's reload
+    request_timeout_secs: float = changeable(60.0)  # deadline of one try of a turn
+    attempts: int = changeable(2)  # tries of a turn, on another server where there is
+    publish_timeout_secs: float = changeable(300.0)  # deadline of one server's reload
     probe_tolerance: float | None = None  # nats; none: 1e-4 of float32, 0.3 of bfloat16
 
     def __post_init__(self):
@@ -217,7 +230,7 @@ class TeacherConfig:
     buckets: tuple[int, ...] = ()  # padded lengths of a turn; (): rollout's prefill's
     servers: tuple[str, ...] = ()  # vLLM servers that score; (): in this process
     path: str | None = None  # the folder that they serve; none: as they say
-    request_timeout_secs: float = 60.0  # of one try of scoring a turn by a server
+    request_timeout_secs: float = changeable(60.0)  # of one try of scoring a turn
 
     def __post_init__(self):
         check_types(self, "teacher.")
@@ -262,7 +275,7 @@ class EvaluationConfig:
     """Held-out evaluation, sampled at the training temperature."""
 
     questions: int = 200  # held-out questions
-    every_steps: int = 20  # steps between two evaluations; 0: only before and after
+    every_steps: int = changeable(20)  # between two evaluations; 0: first and last only
     samples: int = 1  # answers per question
 
     def __post_init__(self):
@@ -275,8 +288,8 @@ class EvaluationConfig:
 class CheckpointConfig:
     """When the state of the run is saved."""
 
-    every_steps: int = 10  # steps between two checkpoints; the last is always saved
-    keep: int = 2  # newest checkpoints kept
+    every_steps: int = changeable(10)  # between two checkpoints; the last is saved
+    keep: int = changeable(2)  # newest checkpoints kept
 
     def __post_init__(self):
         check_types(self, "checkpoint.")
@@ -289,6 +302,14 @@ def _check_latency(prefix: str, latency: LatencyConfig) -> None:
     if latency.kind != "none":
         way_out = f"Turn it off with {prefix}kind='none'."
         positive(latency, prefix, ["median_secs"], way_out)
+
+
+def _default_buckets(context_tokens: int) -> Automatic:
+    """16, 24, 32, 48, 64, 96, ... and the context, rounded up to a multiple of 8."""
+    last = max(16, -(-context_tokens // 8) * 8)
+    powers = (16 << i for i in range(last.bit_length()))
+    lengths = (length for power in powers for length in (power, power * 3 // 2))
+    return Automatic((*itertools.takewhile(lambda n: n < last, lengths), last))
 
 
 def _check_buckets(name: str, buckets: tuple[int, ...], context_tokens: int) -> None:

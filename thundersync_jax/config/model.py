@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from thundersync_jax.config import model_folder
 from thundersync_jax.config.checks import positive, require
-from thundersync_jax.config.rope import RopeScaling
+from thundersync_jax.config.model_folder import RopeScaling
 from thundersync_jax.config.settings import check_types
 
 ComputeDtype = Literal["float32", "bfloat16", "float64"]

@@ -28,11 +28,12 @@ from thundersync_jax.config.groups import (
 )
 from thundersync_jax.config.loss import LossConfig, OptimConfig
 from thundersync_jax.config.model import ModelConfig
-from thundersync_jax.config.settings import check_types
+from thundersync_jax.config.settings import changeable, check_types
 from thundersync_jax.types import MOST_ADDENDS
 
 _BYTE_LEVEL_IDS = 262  # 256 bytes and the special tokens of chat/byte_level.py
 _END = 261  # of them, ends an action
+_MOST_STEPS = 2**31
 _LEAST_SLOTS = 4  # of a device: smaller batches sample other ids
 # Members of a group that an estimator needs to tell one reward from another.
 _LEAST_MEMBERS = {
@@ -49,7 +50,7 @@ class Config:
     """A run."""
 
     seed: int = 0  # of tasks, initial parameters, sampling and latencies
-    steps: int = 100  # optimizer updates
+    steps: int = changeable(100)  # optimizer updates; a resume may add some
     release: Release = "trajectory"  # when the gradient of a trajectory may start
     share_prompt: SharePrompt = "no"  # group: the prompt of a group runs once
     open_trajectories: int = 8  # of release turn: those with sums and states at a time
@@ -75,6 +76,12 @@ class Config:
         check_types(self, "")
         at_least_zero(self, "", ["seed"])
         positive(self, "", ["steps", "open_trajectories"])
+        require(
+            self.steps < _MOST_STEPS,
+            f"steps is {self.steps}",
+            f"less than {_MOST_STEPS}: random numbers derive from 32 bits of a step",
+            "Set steps to what the run may take.",
+        )
         if self.open_groups is not None:
             at_least_zero(self, "", ["open_groups"])
         if self.group_sum_bytes is not None:

@@ -16,7 +16,7 @@ import tokenize
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from thundersync_jax.errors import ConfigError
 
@@ -30,6 +30,16 @@ class Setting:
     annotation: Any
     default: Any  # dataclasses.MISSING where there is none
     comment: str  # the comment beside the field in the source
+    changeable: bool  # whether a run may be resumed with another value
+
+
+class Automatic(tuple):
+    """A tuple that nobody gave: it follows from other settings whenever they change."""
+
+
+def changeable(default: Any) -> Any:
+    """A field that changes nothing of what a run computes: a resume may change it."""
+    return dataclasses.field(default=default, metadata={"changeable": True})
 
 
 def settings(group: Any, prefix: str = "") -> Iterator[Setting]:
@@ -48,8 +58,9 @@ def settings(group: Any, prefix: str = "") -> Iterator[Setting]:
             name=prefix + field.name,
             value=value,
             annotation=hints[field.name],
-            default=default,
+            default=value if isinstance(value, Automatic) else default,
             comment=comments.get(field.name, ""),
+            changeable="changeable" in field.metadata,
         )
 
 
@@ -153,39 +164,29 @@ def config_dict(group: Any) -> dict[str, Any]:
     return plain
 
 
+class Change(NamedTuple):
+    """A setting whose values in two configurations differ."""
+
+    name: str  # dotted
+    saved: Any  # "absent" where the first has no such setting
+    current: Any
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.saved} -> {self.current}"
+
+
 def differences(
     saved: Mapping[str, Any], current: Mapping[str, Any], prefix: str = ""
-) -> list[str]:
-    """What differs between two `config_dict`s, each as `name: saved -> current`."""
-    lines = []
+) -> list[Change]:
+    """What differs between two `config_dict`s."""
+    changes = []
     for name in dict.fromkeys([*saved, *current]):
         old, new = saved.get(name, "absent"), current.get(name, "absent")
         if isinstance(old, Mapping) and isinstance(new, Mapping):
-            lines += differences(old, new, f"{prefix}{name}.")
+            changes += differences(old, new, f"{prefix}{name}.")
         elif old != new:
-            lines.append(f"{prefix}{name}: {old} -> {new}")
-    return lines
-
-
-def check_same_config(
-    saved: Mapping[str, Any], current: Mapping[str, Any], workdir: str
-) -> None:
-    """Refuses to continue a work directory under other settings.
-
-    Args:
-      saved: The `config_dict` read back from the directory's config.json.
-      current: That of this run's settings.
-      workdir: Named in the error.
-
-    Raises:
-      ConfigError: Some settings differ; all of them are named.
-    """
-    changed = differences(saved, current)
-    if changed:
-        raise ConfigError(
-            f"{workdir} holds a run with other settings ({'; '.join(changed)}), "
-            "expected the same ones. Use another --workdir or the saved settings."
-        )
+            changes.append(Change(prefix + name, old, new))
+    return changes
 
 
 def is_frozen_dataclass(value: Any) -> bool:

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,17 @@ except ImportError:  # Windows
     fcntl = None
 
 from thundersync_jax.config import Config
-from thundersync_jax.config.settings import check_same_config, config_dict
+from thundersync_jax.config.settings import (
+    Automatic,
+    Change,
+    config_dict,
+    differences,
+    replace,
+    settings,
+)
 from thundersync_jax.errors import ConfigError
 
+_CONFIG_FILE = "config.json"
 RESULT_FILE = "result.json"  # there once the run has ended
 VOCABULARY_FILE = "vocabulary.json"  # ids by token, of what its policy speaks
 _LOCK_FILE = ".lock"
@@ -52,39 +60,75 @@ def locked(workdir: str | os.PathLike) -> Iterator[None]:
 
 def claim(
     workdir: str | os.PathLike, config: Config, vocabulary: Mapping[str, int]
-) -> None:
+) -> list[Change]:
     """Makes a work directory the config's own: config.json is written on first use,
     and the vocabulary beside it.
 
-    A later run may raise `steps`, since the steps before it stay the same, and have its
-    servers elsewhere; every other setting must be the saved one.
+    A later run may raise `steps`, since the steps before it stay the same, and change
+    what is declared `changeable`; every other setting must be the saved one.
+
+    Returns:
+      The settings that a resumed run changes.
 
     Raises:
       ConfigError: The directory belongs to a run with other settings, or it cannot be
         a directory or be written to.
     """
-    if not check_claim(workdir, config):
-        return
+    changes = check_claim(workdir, config)
     folder = Path(workdir)
-    files = {VOCABULARY_FILE: dict(vocabulary), "config.json": config_dict(config)}
+    if not changes and (folder / _CONFIG_FILE).exists():
+        return []
+    files = {VOCABULARY_FILE: dict(vocabulary), _CONFIG_FILE: config_dict(config)}
     try:
         for name, content in files.items():
             replace_text(folder / name, json.dumps(content, indent=2) + "\n")
     except OSError as error:
         raise _unusable(workdir, error) from error
+    return changes
 
 
-def check_claim(workdir: str | os.PathLike, config: Config) -> bool:
-    """Raises what `claim` would; returns whether it has something to write."""
-    path = _made(workdir) / "config.json"
+def check_claim(workdir: str | os.PathLike, config: Config) -> list[Change]:
+    """Raises what `claim` would; returns the settings that it would change."""
+    path = _made(workdir) / _CONFIG_FILE
     if not path.exists():
-        return True
+        _check_unused(path)
+        return []
     saved = _read(path, "config", "Use another --workdir.")
-    more_steps = saved["steps"] < config.steps
-    compared = saved | {"steps": config.steps} if more_steps else saved
-    given = _elsewhere(compared), _elsewhere(config_dict(config))
-    check_same_config(*given, str(workdir))
-    return more_steps
+    saved = _as_today(saved, config_dict(Config()))
+    current = config_dict(resumed(workdir, config))
+    changes = differences(saved, current)
+    may_change = {setting.name for setting in settings(config) if setting.changeable}
+    if config.steps < saved["steps"]:
+        may_change.remove("steps")
+    refused = [change for change in changes if change.name not in may_change]
+    if refused:
+        raise ConfigError(
+            f"{workdir} holds a run with other settings "
+            f"({'; '.join(map(str, refused))}), expected the same ones. Use another "
+            "--workdir or the saved settings."
+        )
+    return changes
+
+
+def resumed(workdir: str | os.PathLike, config: Config) -> Config:
+    """The config, with what follows from other settings as the saved run had it.
+
+    How such values follow may change between versions; the bits of a run may not.
+    """
+    path = Path(workdir) / _CONFIG_FILE
+    if not path.exists():
+        return config
+    saved = _read(path, "config", "Use another --workdir.")
+    values = {}
+    for setting in settings(config):
+        if isinstance(setting.value, Automatic):
+            group, _, name = setting.name.rpartition(".")
+            value = saved.get(group, {}).get(name)
+            values[setting.name] = tuple(value or ())
+    try:
+        return replace(config, values)
+    except ConfigError:  # saved for another context, which is refused by its own name
+        return config
 
 
 def save_result(workdir: str | os.PathLike, result: Mapping[str, Any]) -> None:
@@ -102,7 +146,7 @@ def saved_result(workdir: str | os.PathLike, steps: int) -> dict[str, Any] | Non
     if not path.exists():
         return None
     way_out = f"Delete it and {path.parent} continues from its newest checkpoint."
-    result = _read(path, "result", way_out)
+    result = _read(path, "result", way_out, needs=("steps", "sha256"))
     return result if result["steps"] == steps else None
 
 
@@ -116,16 +160,31 @@ def replace_text(path: Path, text: str) -> None:
     os.replace(partial, path)
 
 
-def _elsewhere(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings without those that say where the samplers are and how long to wait.
+def _as_today(saved: Any, defaults: Mapping[str, Any]) -> Any:
+    """Saved settings under today's names: new ones at their defaults, old ones gone.
 
-    Weights reach samplers from here. A teacher's are its own, and must stay the same.
+    `env.options` is the user's own and stays as it was saved.
     """
-    free = {"servers", "weights_dir", "attempts"}
-    free |= {"request_timeout_secs", "publish_timeout_secs"}
-    given = settings.get("vllm", {})
-    kept = {name: value for name, value in given.items() if name not in free}
-    return {**settings, "vllm": kept}
+    if not isinstance(saved, Mapping):
+        return saved
+    return {
+        name: _as_today(saved.get(name, {}), default)
+        if isinstance(default, Mapping)
+        else saved.get(name, default)
+        for name, default in defaults.items()
+    }
+
+
+def _check_unused(config_file: Path) -> None:
+    """Refuses checkpoints whose settings nobody knows any more."""
+    for name in ("warm_start", "checkpoints"):
+        folder = config_file.parent / name
+        if folder.is_dir() and any(folder.iterdir()):
+            raise ConfigError(
+                f"{folder} holds checkpoints and {config_file} is missing, expected "
+                "the settings that they were made with. Restore that file or use "
+                "another --workdir."
+            )
 
 
 def _made(workdir: str | os.PathLike) -> Path:
@@ -143,10 +202,12 @@ def _unusable(workdir: str | os.PathLike, error: OSError) -> ConfigError:
     )
 
 
-def _read(path: Path, kind: str, way_out: str) -> dict:
+def _read(
+    path: Path, kind: str, way_out: str, needs: Sequence[str] = ("steps",)
+) -> dict:
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(saved["steps"], int):
+        if isinstance(saved["steps"], int) and all(name in saved for name in needs):
             return saved
     except (ValueError, TypeError, KeyError):
         pass

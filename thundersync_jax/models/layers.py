@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
 from thundersync_jax.config.model import ModelConfig
-from thundersync_jax.config.rope import RopeScaling
+from thundersync_jax.config.model_folder import RopeScaling
 
 # Logical axis -> mesh axis, for parameters and activations alike. "tokens" and "embed"
 # share `fsdp`: activations are cut by token, the weights they meet are gathered.

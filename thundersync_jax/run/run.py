@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from thundersync_jax.config import Config, LatencyConfig
-from thundersync_jax.config.workdir import check_claim, claim, locked
+from thundersync_jax.config.workdir import check_claim, claim, locked, resumed
 from thundersync_jax.engines import group as decode_group
 from thundersync_jax.engines.group import EngineGroup
 from thundersync_jax.engines.in_process import InProcessEngine
@@ -67,7 +67,7 @@ class Run:
         on_line: Callable[[str], None] = print,
         owner: bool = False,
     ):
-        self.config = config
+        self.config = config = resumed(workdir, config) if owner else config
         self.latency_scale = 1.0
         self._publisher: Publisher | None = None
         self._retries = 0
@@ -111,7 +111,8 @@ class Run:
         found = placement.plan(config, self.estimator, params)
         self.open_groups = found.open_groups
         if owner:  # nothing refuses the config any more
-            claim(workdir, config, self.chat.vocabulary())
+            for change in claim(workdir, config, self.chat.vocabulary()):
+                self.on_line(f"changed on resume: {change}")
         self._introduce(params, found)
         self.scoring = teaching.engine(
             config, self.teacher, width, self.placement.teacher, self.on_line
