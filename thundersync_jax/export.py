@@ -9,14 +9,13 @@ or the byte-level vocabulary.
 """
 
 import dataclasses
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 from thundersync_jax.chat import byte_level as tokenizer
 from thundersync_jax.config import Config
-from thundersync_jax.config.workdir import replace_text
+from thundersync_jax.config.workdir import replace_json
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.flags import Flag
 from thundersync_jax.flags import run as run_command
@@ -90,8 +89,9 @@ def export(
         *(folder, model, params, dtype), tokenizer_from=source, generation=generation
     )
     if byte_level:
-        _write(Path(folder) / "tokenizer.json", tokenizer.tokenizer_json())
-        _write(Path(folder) / "tokenizer_config.json", tokenizer.tokenizer_config())
+        replace_json(Path(folder) / "tokenizer.json", tokenizer.tokenizer_json())
+        config_file = Path(folder) / "tokenizer_config.json"
+        replace_json(config_file, tokenizer.tokenizer_config())
     print(f"wrote {folder}: {model.layers} layers, {dtype}, step {step}")
     tokens = config.rollout.context_tokens
     return {"folder": str(folder), "step": step, "context_tokens": tokens}
@@ -99,10 +99,6 @@ def export(
 
 def _place(folder: str) -> str:
     return os.path.realpath(os.path.expanduser(folder))
-
-
-def _write(path: Path, content: dict[str, Any]) -> None:
-    replace_text(path, json.dumps(content, indent=2) + "\n")
 
 
 if __name__ == "__main__":

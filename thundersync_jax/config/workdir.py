@@ -5,7 +5,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 try:
     import fcntl
@@ -81,7 +81,7 @@ def claim(
     files = {VOCABULARY_FILE: dict(vocabulary), _CONFIG_FILE: config_dict(config)}
     try:
         for name, content in files.items():
-            replace_text(folder / name, json.dumps(content, indent=2) + "\n")
+            replace_json(folder / name, content)
     except OSError as error:
         raise _unusable(workdir, error) from error
     return changes
@@ -133,7 +133,7 @@ def resumed(workdir: str | os.PathLike, config: Config) -> Config:
 
 def save_result(workdir: str | os.PathLike, result: Mapping[str, Any]) -> None:
     """Marks a run as finished; `result` holds its "steps"."""
-    replace_text(Path(workdir) / RESULT_FILE, json.dumps(result, indent=2) + "\n")
+    replace_json(Path(workdir) / RESULT_FILE, dict(result))
 
 
 def saved_result(workdir: str | os.PathLike, steps: int) -> dict[str, Any] | None:
@@ -150,14 +150,33 @@ def saved_result(workdir: str | os.PathLike, steps: int) -> dict[str, Any] | Non
     return result if result["steps"] == steps else None
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Writes a file whole: whoever is killed on the way leaves the old one."""
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file to write to, which takes the place of `path` once it is whole.
+
+    An error or a kill on the way leaves the old file.
+    """
     partial = path.with_name(f"{path.name}.partial")
-    with open(partial, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    try:
+        with open(partial, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+    except Exception:
+        partial.unlink(missing_ok=True)
+        raise
+    partial.replace(path)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Writes a whole text file in UTF-8, as `replacing` does."""
+    with replacing(path) as file:
+        file.write(text.encode())
+
+
+def replace_json(path: Path, value: Any) -> None:
+    """Writes a value as an indented JSON file, as `replacing` does."""
+    replace_text(path, json.dumps(value, indent=2) + "\n")
 
 
 def _as_today(saved: Any, defaults: Mapping[str, Any]) -> Any:

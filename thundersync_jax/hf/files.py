@@ -6,7 +6,6 @@ is copied out, however large the file. No jax.
 
 import json
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +15,7 @@ import numpy as np
 
 from thundersync_jax.config.checks import require
 from thundersync_jax.config.model_folder import read_json
+from thundersync_jax.config.workdir import replacing
 from thundersync_jax.errors import ConfigError
 
 ONE_FILE = "model.safetensors"
@@ -167,13 +167,13 @@ def write(
     dtype: np.dtype,
     metadata: Mapping[str, str],
 ) -> None:
-    """Writes one file, tensor after tensor, and waits until it is on the disk.
+    """Writes one file, tensor after tensor; it is there once it is whole.
 
     Args:
-      path: Of the file.
-      pieces: In the order of the file.
-      dtype: Of all of them.
-      metadata: Texts that the header carries.
+      path: The file to write or replace.
+      pieces: Tensors in the order of the file.
+      dtype: Dtype of every tensor.
+      metadata: Texts that the header carries, by name.
     """
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     offset = 0
@@ -184,15 +184,13 @@ def write(
         offset = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % _ALIGNED)
-    with path.open("wb") as file:
+    with replacing(path) as file:
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
         for piece in pieces:
             value = np.ascontiguousarray(piece.value())
             assert (value.shape, value.dtype) == (piece.shape, dtype), piece.name
             file.write(value.reshape(-1).view(np.uint8).data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _header(path: Path) -> dict[str, Stored]:

@@ -4,9 +4,7 @@ A process reads only what its devices hold. Parameters are float32 (float64 for 
 models) whatever a folder stores. What a config.json means is in `model_folder.py`.
 """
 
-import json
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ import numpy as np
 from thundersync_jax.config import model_folder
 from thundersync_jax.config.checks import require
 from thundersync_jax.config.model import ModelConfig
+from thundersync_jax.config.workdir import replace_json, replacing
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.hf import families, files
 from thundersync_jax.models import layers, transformer
@@ -36,7 +35,6 @@ TOKENIZER_FILES = (
     "chat_template.json",
 )
 STORED_DTYPES = ("float32", "bfloat16", "float16", "float64")
-_PARTIAL = ".partial"  # ends the names of files that are being written
 # Of a folder's model and of savings that were cut off; others stay.
 _WEIGHT_FILES = ("model.safetensors*", "model-*-of-*.safetensors*")
 # Where an index names the files of the first kind, new ones are of the second.
@@ -100,7 +98,7 @@ def save(
 ) -> None:
     """Writes a folder that transformers and vLLM load.
 
-    Every file is written under another name first; config.json is renamed last.
+    Every file is there once it is whole; config.json comes last.
 
     Args:
       folder: Made where it is missing. A model that is there is replaced.
@@ -126,18 +124,17 @@ def save(
     described = families.config_json(config, dtype, other)
     folder.mkdir(parents=True, exist_ok=True)
     write_tensors(folder, config, params, dtype, metadata, most_shard_bytes)
-    staged = {}
     if source is not None and source.resolve() != folder.resolve():
         for name in (*TOKENIZER_FILES, GENERATION_FILE):
             if (source / name).is_file():
-                staged[name] = folder / (name + _PARTIAL)
-                shutil.copyfile(source / name, staged[name])
+                with replacing(folder / name) as file:
+                    file.write((source / name).read_bytes())
     if generation is not None or source is None:
-        given = {"_from_model_config": True} if generation is None else generation
-        staged[GENERATION_FILE] = _stage_json(folder, GENERATION_FILE, given)
-    config_file = model_folder.CONFIG_FILE
-    staged[config_file] = _stage_json(folder, config_file, described)
-    _rename(staged, folder)
+        default = {"_from_model_config": True}
+        replace_json(
+            folder / GENERATION_FILE, default if generation is None else generation
+        )
+    replace_json(folder / model_folder.CONFIG_FILE, described)
 
 
 def write_tensors(
@@ -166,22 +163,20 @@ def write_tensors(
     pieces = [_piece(tensor, params, stored) for tensor in families.tensors(config)]
     shards = _shards(pieces, stored, most_shard_bytes)
     names = _file_names(folder, len(shards))
-    staged, places = {}, {}
+    places: dict[str, str] = {}
     # vLLM and transformers look for "format" and refuse other values.
     texts = {"format": "pt", **(metadata or {})}
     for name, shard in zip(names, shards, strict=True):
-        staged[name] = folder / (name + _PARTIAL)
-        files.write(staged[name], shard, stored, texts)
+        files.write(folder / name, shard, stored, texts)
         places |= {piece.name: name for piece in shard}
     if len(shards) > 1:
         total = sum(int(np.prod(piece.shape)) for piece in pieces) * stored.itemsize
         index = {"metadata": {"total_size": total}, "weight_map": places}
-        name = files.INDEX_FILE
-        staged[name] = _stage_json(folder, name, index)
-    _rename(staged, folder)
+        replace_json(folder / files.INDEX_FILE, index)
+        names.append(files.INDEX_FILE)
     for pattern in _WEIGHT_FILES:
         for path in folder.glob(pattern):
-            if path.name not in staged:
+            if path.name not in names:
                 path.unlink()
 
 
@@ -327,14 +322,3 @@ def _file_names(folder: Path, count: int) -> list[str]:
         f"{folder / files.INDEX_FILE} names files of two savings, expected one. "
         "Delete it and the safetensors files."
     )
-
-
-def _stage_json(folder: Path, name: str, value: Mapping[str, Any]) -> Path:
-    path = folder / (name + _PARTIAL)
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    return path
-
-
-def _rename(staged: Mapping[str, Path], folder: Path) -> None:
-    for name, path in staged.items():
-        path.replace(folder / name)

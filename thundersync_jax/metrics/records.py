@@ -31,6 +31,7 @@ import numpy as np
 
 from thundersync_jax.chat.base import Chat, Piece, pieces
 from thundersync_jax.chat.byte_level import ByteLevel
+from thundersync_jax.config.workdir import replacing
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.types import StopReason, Trajectory, TrajectoryKey
 
@@ -128,13 +129,11 @@ def write_rollouts(
         )
     path = rollouts_path(workdir, step)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    with open(partial, "w", encoding="utf-8") as file:
+    with replacing(path) as file:
         for trajectory in trajectories:
             place = trajectory.key.group, trajectory.key.member
             line = _to_line(trajectory, advantages.get(place), chat)
-            file.write(json.dumps(line, allow_nan=False) + "\n")
-    os.replace(partial, path)
+            file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
     return path
 
 

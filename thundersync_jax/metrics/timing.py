@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from thundersync_jax.config.workdir import replace_text
 from thundersync_jax.types import Span
 
 # Order and titles in the trace viewer.
@@ -88,10 +89,7 @@ def write_chrome_trace(path: str | os.PathLike[str], spans: Iterable[Span]) -> N
                 events += [_event(process, thread, bar, origin) for bar in bars]
     events.sort(key=lambda event: (event["ts"], event["pid"], event["tid"]))
     trace = {"traceEvents": names + events, "displayTimeUnit": "ms"}
-    path = Path(path)
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(trace), encoding="utf-8")
-    os.replace(partial, path)
+    replace_text(Path(path), json.dumps(trace))
 
 
 def _by_time(span: Span) -> tuple[float, float]:
