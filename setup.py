@@ -7,7 +7,7 @@ JAX = "jax{}>=0.10.2,<0.13"
 TASKS = ["reasoning-gym>=0.1.25,<0.2"]
 PLOTS = ["matplotlib>=3.9,<4"]
 TENSORBOARD = ["tensorboardX>=2.6.4,<3"]  # writes event files without TensorFlow
-HF = ["tokenizers>=0.22,<0.25", "jinja2>=3.1.6,<4"]
+HF = ["tokenizers>=0.22,<0.25", "jinja2>=3.1.6,<4", "safetensors>=0.6,<0.9"]
 VLLM = ["httpx>=0.28,<0.29"]  # the client; servers have an environment of their own
 
 setup(
@@ -45,7 +45,6 @@ setup(
             "hypothesis>=6.170.17,<7",
             "pytest>=8.2,<10",
             "pytest-xdist>=3.8,<4",
-            "safetensors>=0.6,<0.9",  # reads what we write
             "ruff>=0.17.6,<0.18",  # one minor version: the next formats differently
         ],
         # What model folders are compared with. One version: the CPU build of torch.

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import jax
@@ -32,13 +33,13 @@ def rewrite(folder, change):
     save_file(tensors, path)
 
 
-def retype(folder, name, dtype):
-    """Calls a tensor's bytes something else."""
+def alter(folder, name, key, value):
+    """Says something else of a tensor in the header."""
     path = folder / files.ONE_FILE
     data = path.read_bytes()
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
-    header[name]["dtype"] = dtype
+    header[name][key] = value
     text = json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
 
@@ -67,14 +68,21 @@ WRONG = {
     r"lm_head.weight of .* differs from model.embed_tokens.weight": put(
         families.HEAD, ONES
     ),
-    rf"tensor {UP} of .* is stored as F8_E4M3, expected one of F32, BF16": (
-        lambda folder: retype(folder, UP, "F8_E4M3")
+    rf"tensor {UP} of .* is stored as I8, expected one of F32, BF16": put(
+        UP, np.ones((24, 16), np.int8)
     ),
-    rf"tensor {UP} of .* is at bytes .* expected 768 bytes inside the file": (
-        lambda folder: retype(folder, UP, "BF16")
+    r"safetensors was to be read, but .* offset for tensor; expected a whole": (
+        lambda folder: alter(folder, UP, "dtype", "BF16")
     ),
-    r"tensor .* inside the file: it is torn": lambda folder: cut(folder, -100),
-    r"safetensors was to be read, but Expecting val": lambda folder: cut(folder, 200),
+    r"safetensors was to be read, but .* invalid type: null.*; expected a whole": (
+        lambda folder: alter(folder, UP, "data_offsets", None)
+    ),
+    r"safetensors was to be read, but .* file not fully covered": (
+        lambda folder: cut(folder, -100)
+    ),
+    r"safetensors was to be read, but .* header length": lambda folder: cut(
+        folder, 200
+    ),
     r"safetensors was to be read, but .* whole safe": lambda folder: cut(folder, 0),
     r"holds no model.safetensors and no model.safetensors.index.json": lambda folder: (
         folder / files.ONE_FILE
@@ -108,9 +116,17 @@ def test_wrong_indices_are_refused(tmp_path):
         weights.check(tmp_path, QWEN3)
     shutil.copy(tmp_path / "kept", tmp_path / first)
     weights.check(tmp_path, QWEN3)
-    index.write_text('{"weight_map": ["a"]}')
-    with pytest.raises(ConfigError, match="has no weight_map of names and files"):
-        weights.check(tmp_path, QWEN3)
+    elsewhere = json.dumps({"weight_map": {"a": f"../{tmp_path.name}/{first}"}})
+    for text in ('{"weight_map": ["a"]}', '{"weight_map": {"a": 1}}', elsewhere):
+        index.write_text(text)
+        with pytest.raises(ConfigError, match="has no weight_map of names and files"):
+            weights.check(tmp_path, QWEN3)
+
+
+def test_a_missing_library_is_named_with_its_extra(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(ConfigError, match=r"need safetensors.*thundersync_jax\[hf\]"):
+        weights.check(folder, QWEN3)
 
 
 def test_another_model_is_refused(folder):

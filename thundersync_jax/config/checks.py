@@ -1,7 +1,10 @@
 """Checks of single values: each ends in one line with value, expectation, way out."""
 
 import dataclasses
+import importlib
+import math
 import urllib.parse
+from types import ModuleType
 from typing import Any
 
 from thundersync_jax.errors import ConfigError
@@ -18,6 +21,33 @@ def require(condition: bool, received: str, expected: str, way_out: str) -> None
     """
     if not condition:
         raise ConfigError(f"{received}, expected {expected}. {way_out}")
+
+
+def installed(package: str, user: str, extra: str) -> ModuleType:
+    """Imports a package that only some runs need.
+
+    Args:
+      package: Dotted name of the module.
+      user: What needs it, as "chat templates".
+      extra: The extra of thundersync_jax that brings it.
+
+    Raises:
+      ConfigError: It is not installed.
+    """
+    try:
+        return importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{user} need {package}, which is not installed; install the extra: "
+            f"pip install 'thundersync_jax[{extra}]'."
+        ) from error
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a number of JSON: whole or finite, neither true nor false."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return isinstance(value, int) or math.isfinite(value)
 
 
 def positive(group: Any, prefix: str, names: list[str], way_out: str = "") -> None:

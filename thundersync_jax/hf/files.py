@@ -1,19 +1,21 @@
 """Safetensors files: what is in them, parts of a tensor, and writing new ones.
 
-A file is mapped for one block of one tensor at a time, so that memory stays near what
-is copied out, however large the file. No jax.
+The library of that name reads. A file is open for one block of one tensor at a time, so
+that memory stays near what is copied out, however large the file: what the library maps
+stays resident until it is closed. Writing goes tensor after tensor, which the library
+cannot. No jax.
 """
 
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
-from thundersync_jax.config.checks import require
+from thundersync_jax.config.checks import installed, require
 from thundersync_jax.config.model_folder import read_json
 from thundersync_jax.config.workdir import replacing
 from thundersync_jax.errors import ConfigError
@@ -36,9 +38,9 @@ class Stored(NamedTuple):
     """Where a tensor lies."""
 
     path: Path
+    name: str
     dtype: str  # as the file names it, as "BF16"
     shape: tuple[int, ...]
-    offset: int  # of its first byte in the file
 
 
 class Piece(NamedTuple):
@@ -74,11 +76,12 @@ def tensor_files(folder: Path) -> list[Path]:
 
 
 def indexed(index: Path) -> list[str]:
-    """The files that an index names."""
+    """The files of its own folder that an index names."""
     names = read_json(index).get("weight_map")
     require(
-        isinstance(names, dict) and all(isinstance(n, str) for n in names.values()),
-        f"{index} has no weight_map of names and files",
+        isinstance(names, dict)
+        and all(isinstance(n, str) and Path(n).name == n for n in names.values()),
+        f"{index} has no weight_map of names and files of this folder",
         "one",
         _AGAIN,
     )
@@ -92,18 +95,21 @@ def stored(folder: Path) -> dict[str, Stored]:
       ConfigError: A file is missing, torn or no safetensors file; or one tensor is in
         two files.
     """
-    found: dict[str, Stored] = {}
+    tensors: dict[str, Stored] = {}
     for path in tensor_files(folder):
-        for name, tensor in _header(path).items():
-            require(
-                name not in found,
-                f"tensor {name} is in {found[name].path if name in found else ''} and "
-                f"in {path}",
-                "one file",
-                _AGAIN,
-            )
-            found[name] = tensor
-    return found
+        with _opened(path) as file:
+            for name in file.keys():  # noqa: SIM118 (no mapping)
+                tensor = file.get_slice(name)
+                shape = tuple(tensor.get_shape())
+                here = Stored(path, name, tensor.get_dtype(), shape)
+                other = tensors.setdefault(name, here)
+                require(
+                    other is here,
+                    f"tensor {name} is in {other.path} and in {path}",
+                    "one file",
+                    _AGAIN,
+                )
+    return tensors
 
 
 def copy_part(
@@ -116,29 +122,31 @@ def copy_part(
     """out[...] = stored.reshape(apart).transpose(axes)[part], cast to out's dtype.
 
     Args:
-      tensor: What to read.
-      apart: A shape of as many elements.
-      axes: Its axes in the order of `out`.
+      tensor: The tensor to read.
+      apart: A shape of as many elements, whose axes are those of the file or cut one
+        of them in two.
+      axes: The axes of `apart` in the order of `out`.
       part: One slice per axis of `out`, with steps of 1.
-      out: Written.
+      out: The array that is written, of the part's shape.
     """
-    dtype = DTYPES[tensor.dtype]
-    ours = axes.index(0)  # the axis of `out` along which the file is read
-    start, stop, _ = part[ours].indices(apart[0])
-    others = tuple(part[axes.index(axis)] for axis in range(1, len(apart)))
-    row_bytes = math.prod(apart[1:]) * dtype.itemsize
-    rows = max(1, _BLOCK_BYTES // row_bytes)
+    itemsize = DTYPES[tensor.dtype].itemsize
+    rows_axis = axes.index(0)  # of `out`, along which the file is read
+    start, stop, _ = part[rows_axis].indices(apart[0])
+    height = tensor.shape[0] // apart[0]  # rows of the file per row of `apart`
+    others = [part[axes.index(axis)] for axis in range(1, len(apart))]
+    # Where the last axis is one of the file, only the part of it is read.
+    columns = []
+    if len(tensor.shape) > 1 and tensor.shape[-1] == apart[-1]:
+        columns = [others[-1]]
+        others[-1] = slice(None)
+    rows = max(1, _BLOCK_BYTES // (math.prod(apart[1:]) * itemsize))
     target = [slice(None)] * out.ndim
     for first in range(start, stop, rows):
         last = min(first + rows, stop)
-        block = np.memmap(
-            tensor.path,
-            dtype,
-            "r",
-            offset=tensor.offset + first * row_bytes,
-            shape=(last - first, *apart[1:]),
-        )
-        target[ours] = slice(first - start, last - start)
+        block = _read(tensor, slice(first * height, last * height), *columns)
+        sizes = (*apart[1:-1], block.shape[-1]) if columns else apart[1:]
+        block = block.reshape(last - first, *sizes)
+        target[rows_axis] = slice(first - start, last - start)
         # Cast before it is turned: casts of a few bytes apart are slow.
         cast = np.ascontiguousarray(block[(slice(None), *others)]).astype(out.dtype)
         out[tuple(target)] = cast.transpose(axes)
@@ -148,17 +156,12 @@ def equal(a: Stored, b: Stored) -> bool:
     """Whether two tensors have the same numbers."""
     if a.shape != b.shape:
         return False
-    rows = max(1, _BLOCK_BYTES // (8 * math.prod(a.shape[1:])))
-    axes, whole = tuple(range(len(a.shape))), [slice(None)] * (len(a.shape) - 1)
-    for first in range(0, a.shape[0], rows):
-        part = [slice(first, min(first + rows, a.shape[0])), *whole]
-        shape = (part[0].stop - first, *a.shape[1:])
-        blocks = np.empty((2, *shape))
-        for tensor, block in zip((a, b), blocks, strict=True):
-            copy_part(tensor, a.shape, axes, part, block)
-        if not np.array_equal(*blocks):
-            return False
-    return True
+    end, rows = a.shape[0], max(1, _BLOCK_BYTES // (8 * math.prod(a.shape[1:])))
+    blocks = [slice(row, min(row + rows, end)) for row in range(0, end, rows)]
+    return all(
+        np.array_equal(*(_read(x, block).astype(np.float64) for x in (a, b)))
+        for block in blocks
+    )
 
 
 def write(
@@ -193,35 +196,19 @@ def write(
             file.write(value.reshape(-1).view(np.uint8).data)
 
 
-def _header(path: Path) -> dict[str, Stored]:
+def _read(tensor: Stored, *part: slice) -> np.ndarray:
+    with _opened(tensor.path) as file:
+        return file.get_slice(tensor.name)[part]
+
+
+def _opened(path: Path) -> Any:
+    """A file of the safetensors library; a context that closes it."""
+    safetensors = installed("safetensors", "model folders", "hf")
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            text = file.read(length) if 8 + length <= size else b""
-        header = json.loads(text)
-        header.pop("__metadata__", None)
-        found = {
-            name: (entry["dtype"], tuple(entry["shape"]), entry["data_offsets"])
-            for name, entry in header.items()
-        }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return safetensors.safe_open(path, framework="numpy")
+    except (OSError, safetensors.SafetensorError) as error:
         why = "there is none" if isinstance(error, FileNotFoundError) else error
         raise ConfigError(
             f"{path} was to be read, but {why}; expected a whole safetensors file. "
             f"{_AGAIN}"
         ) from error
-    for name, (dtype, shape, (begin, end)) in found.items():
-        known = DTYPES.get(dtype)
-        bytes_needed = math.prod(shape) * known.itemsize if known else end - begin
-        require(
-            0 <= begin <= end <= size - 8 - length and bytes_needed == end - begin,
-            f"tensor {name} of {path} is at bytes {begin} to {end} of "
-            f"{size - 8 - length}",
-            f"{bytes_needed} bytes inside the file: it is torn",
-            _AGAIN,
-        )
-    return {
-        name: Stored(path, dtype, shape, 8 + length + begin)
-        for name, (dtype, shape, (begin, _)) in found.items()
-    }
