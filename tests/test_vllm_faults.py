@@ -22,8 +22,8 @@ from rollout_fakes import (
 )
 from vllm_fake import FakeServer, engine_of
 
-from thundersync_jax.engines.vllm import http
 from thundersync_jax.engines.vllm import servers as vllm_servers
+from thundersync_jax.engines.vllm import wire
 from thundersync_jax.engines.vllm.engine import Published
 from thundersync_jax.errors import ServerError
 from thundersync_jax.rollout.pool import Completed, Failed, Rewarded
@@ -187,16 +187,16 @@ def test_no_connection_is_used_that_its_server_may_be_ending(
     monkeypatch, keep_secs, connections
 ):
     """VLLM_HTTP_TIMEOUT_KEEP_ALIVE is 5 s: a request at that moment met a ReadError."""
-    assert 0 < http.KEEP_SECS < 5
-    monkeypatch.setattr(http, "KEEP_SECS", keep_secs)
+    assert 0 < wire.KEEP_SECS < 5
+    monkeypatch.setattr(wire, "KEEP_SECS", keep_secs)
 
     async def twice(url):
-        async with http.async_client() as client:
+        async with wire.async_client() as client:
             await client.get(url)
             await asyncio.sleep(0.3)
             await client.get(url)
 
-    with FakeServer() as fake, http.client(PATIENCE_SECS) as client:
+    with FakeServer() as fake, wire.client(PATIENCE_SECS) as client:
         client.get(f"{fake.address}/health")
         time.sleep(0.3)
         client.get(f"{fake.address}/health")

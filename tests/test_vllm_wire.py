@@ -8,7 +8,6 @@ import pytest
 from vllm_fake import FakeServer, hashed_logits, log_softmax
 
 from thundersync_jax.engines.vllm import wire
-from thundersync_jax.engines.vllm.http import RefusedRequest, read_json
 from thundersync_jax.engines.vllm.wire import WrongAnswer
 
 PROMPT = np.arange(3, 9, dtype=np.int32)
@@ -128,7 +127,7 @@ def table_of(number):
         (table_of(float("nan")), "nan, expected a finite"),
         (table_of(-9999.0), "-9999.0, expected a finite"),
         (table_of(None), "token_id:6"),
-        (table_of("-1"), "expected a number"),
+        (table_of("-1"), "expected a finite number"),
     ],
 )
 def test_a_wrong_answer_is_refused_with_what_is_wrong(change, expected):
@@ -172,12 +171,12 @@ def test_seeds_are_stable_and_differ_in_every_word():
 
 
 def test_statuses_say_whether_another_try_makes_sense():
-    assert read_json(200, '{"a": 1}') == {"a": 1}
-    assert read_json(200, "") is None
+    assert wire.read_json(200, '{"a": 1}') == {"a": 1}
+    assert wire.read_json(200, "") is None
     with pytest.raises(WrongAnswer, match="no JSON but '<html>"):
-        read_json(200, "<html>")
+        wire.read_json(200, "<html>")
     for status in (500, 503, 429):
         with pytest.raises(ConnectionError, match=f"{status}: it is busy"):
-            read_json(status, '{"error": {"message": "it is\\nbusy"}}')
-    with pytest.raises(RefusedRequest, match="404: Not Found"):
-        read_json(404, '{"detail":"Not Found"}')
+            wire.read_json(status, '{"error": {"message": "it is\\nbusy"}}')
+    with pytest.raises(wire.RefusedRequest, match="404: Not Found"):
+        wire.read_json(404, '{"detail":"Not Found"}')

@@ -1,7 +1,6 @@
 """What a Hugging Face folder says of its tokens: tokenizer, special ones, template."""
 
 import datetime
-import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,9 +8,11 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 from thundersync_jax.chat import byte_level
+from thundersync_jax.config.checks import installed
 from thundersync_jax.errors import ConfigError
 
 TOKENIZER_FILE = "tokenizer.json"
+_USER = "chat templates"
 _NAMED = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
@@ -81,7 +82,7 @@ def load_tokenizer(folder: Path) -> Any:
             "Save the tokenizer as the `tokenizers` library does."
         )
     try:
-        loaded = _needed("tokenizers").Tokenizer.from_file(str(file))
+        loaded = installed("tokenizers", _USER, "hf").Tokenizer.from_file(str(file))
     except ConfigError:
         raise
     except Exception as error:  # the library raises nothing more special
@@ -96,8 +97,9 @@ def compiled(source: str, folder: Path) -> Callable[..., str]:
 
     The date that it may print is that of this call: a prompt is the same all run long.
     """
-    jinja2 = _needed("jinja2")
-    sandbox, ext = _needed("jinja2.sandbox"), _needed("jinja2.ext")
+    jinja2 = installed("jinja2", _USER, "hf")
+    sandbox = installed("jinja2.sandbox", _USER, "hf")
+    ext = installed("jinja2.ext", _USER, "hf")
     environment = sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
@@ -145,13 +147,3 @@ def _generation_blocks(ext: ModuleType) -> type:
 def _to_json(value: Any, ensure_ascii: bool = False, **settings: Any) -> str:
     # Jinja's own escapes what HTML would read.
     return json.dumps(value, ensure_ascii=ensure_ascii, **settings)
-
-
-def _needed(name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"chat templates need {name}, which is not installed; install the extra: "
-            "pip install 'thundersync_jax[hf]'."
-        ) from error

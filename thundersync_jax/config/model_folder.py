@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from thundersync_jax.config.checks import effective, positive, require
+from thundersync_jax.config.checks import effective, is_number, positive, require
 from thundersync_jax.config.settings import check_types
 from thundersync_jax.errors import ConfigError
 
@@ -276,7 +276,7 @@ class Reader:
     def number(self, values: Mapping[str, Any], key: str, default: Any = None) -> Any:
         value = values.get(key)
         value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if not is_number(value):
             raise self._refusal(
                 f"{key} {'none' if value is None else repr(value)}",
                 "a number",

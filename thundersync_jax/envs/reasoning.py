@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from thundersync_jax.config import EnvConfig
+from thundersync_jax.config.checks import installed
 from thundersync_jax.config.settings import check_types
 from thundersync_jax.envs import calculator
 from thundersync_jax.envs.base import Action, Observation, TaskSet
@@ -167,13 +168,8 @@ def _answer(question: Question) -> Sequence[tuple[Action, str]]:
 
 
 def _dataset(options: ReasoningOptions, name: str) -> Any:
-    try:
-        import reasoning_gym
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"env.factory {__name__}:make needs reasoning_gym, which is not installed; "
-            "install the extra: pip install 'thundersync_jax[tasks]'."
-        ) from error
+    user = f"tasks of env.factory {__name__}:make"
+    reasoning_gym = installed("reasoning_gym", user, "tasks")
     (few, many), (short, long) = options.terms, options.digits
     if name == "gcd":
         values = {"min_value": 10 ** (short - 1), "max_value": 10**long - 1}

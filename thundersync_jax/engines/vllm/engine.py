@@ -15,13 +15,6 @@ import numpy as np
 from thundersync_jax.config import VLLMConfig
 from thundersync_jax.engines.base import Request, Response
 from thundersync_jax.engines.vllm import wire
-from thundersync_jax.engines.vllm.http import (
-    RefusedRequest,
-    client,
-    connection_errors,
-    describe,
-    read_json,
-)
 from thundersync_jax.engines.vllm.servers import HEALTH_SECS, Servers
 from thundersync_jax.errors import ConfigError
 
@@ -141,12 +134,14 @@ class Server:
         timeout_secs: float | None = None,
     ) -> Any:
         try:
-            with client(timeout_secs or self.timeout_secs) as http:
+            with wire.client(timeout_secs or self.timeout_secs) as http:
                 response = http.request(method, self.address + path, json=body)
-        except connection_errors() as error:
-            raise ConnectionError(f"{self.address}{path}: {describe(error)}") from error
+        except wire.connection_errors() as error:
+            raise ConnectionError(
+                f"{self.address}{path}: {wire.describe(error)}"
+            ) from error
         try:
-            return read_json(response.status_code, response.text)
+            return wire.read_json(response.status_code, response.text)
         except (ValueError, ConnectionError) as error:
             raise type(error)(f"{self.address}{path}: {error}") from error
 
@@ -187,7 +182,7 @@ def check(
 def _check_development(server: Server) -> None:
     try:
         server.weight_version()
-    except RefusedRequest as error:
+    except wire.RefusedRequest as error:
         raise ConfigError(
             f"{error}; expected the version of its weights. Start that server with "
             "VLLM_SERVER_DEV_MODE=1 in its environment."

@@ -16,13 +16,6 @@ from typing import Any, TypeVar
 import numpy as np
 
 from thundersync_jax.engines.vllm import wire
-from thundersync_jax.engines.vllm.http import (
-    RefusedRequest,
-    async_client,
-    connection_errors,
-    describe,
-    read_json,
-)
 from thundersync_jax.errors import ServerError
 
 # A server that says nothing for so long is gone. An idle worker of vLLM may miss a
@@ -88,7 +81,7 @@ class Servers:
         self._on_error = on_error
         self._on_line = on_line
         self._places: dict[Hashable, Member] = {}
-        self._client = async_client()
+        self._client = wire.async_client()
         self._closed = threading.Event()
         self._keeper = loop.create_task(self._keep(), name="connections")
 
@@ -183,7 +176,7 @@ class Servers:
         try:
             answer = await self._json("GET", f"{member.address}/weight_info")
             found = repr(wire.read_weight_version(answer))
-        except RefusedRequest as error:
+        except wire.RefusedRequest as error:
             found = f"not told ({error})"
         if found != repr(version):
             reason = f"its weights' version is {found}, the policy's {version!r}"
@@ -194,9 +187,9 @@ class Servers:
         """A JSON value; OSError where the server is not to be reached."""
         try:
             response = await self._client.request(method, url, **given)
-        except connection_errors() as error:
-            raise ConnectionError(describe(error)) from error
-        return read_json(response.status_code, response.text)
+        except wire.connection_errors() as error:
+            raise ConnectionError(wire.describe(error)) from error
+        return wire.read_json(response.status_code, response.text)
 
     async def _looked_after(
         self, member: Member, reason: str, start_secs: float
@@ -244,8 +237,8 @@ class Servers:
                 response = await request
         except TimeoutError:
             return f"{name}: no answer within {HEALTH_SECS:g} s"
-        except connection_errors() as error:
-            return f"{name}: {describe(error)}"
+        except wire.connection_errors() as error:
+            return f"{name}: {wire.describe(error)}"
         status = response.status_code
         return None if status == 200 else f"{name}: status {status}"
 

@@ -1,16 +1,27 @@
-"""vLLM's wire format: what a completion is asked for, and what its answer must hold.
+"""vLLM's wire format: HTTP clients, requests, and what an answer must hold.
 
-Pure functions over JSON values: no connection, no retry. Ids go out and ids come back,
-never text. All that a folder's generation_config.json could change about sampling is
-sent explicitly, so that a log-probability is that of the whole distribution.
+Nothing is retried here. Ids go out and ids come back, never text. All that a folder's
+generation_config.json could change about sampling is sent explicitly, so that a
+log-probability is that of the whole distribution. httpx is imported where a client is
+made, so that nobody else needs it.
 """
 
+import functools
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from thundersync_jax.config.checks import installed, is_number
+from thundersync_jax.errors import one_line
+
+# How long a connection without a request is kept. vLLM ends its own after 5 s, and a
+# request that is sent at that moment is lost.
+KEEP_SECS = 2.0
+_LATER = (408, 429)  # statuses below 500 that another try may not meet
 
 # vLLM writes a log-probability of -inf as this number, which JSON has.
 _EXCLUDED = -9999.0
@@ -35,14 +46,23 @@ class WrongAnswer(ValueError):
     """An answer that does not hold what was asked for."""
 
 
-class Completion(NamedTuple):
-    """A sampled turn, as `engine.Response` has it."""
+class RefusedRequest(ValueError):
+    """A server says that a request cannot be: the next would be refused as well."""
 
-    ids: np.ndarray  # int32[N]
-    logprobs: (
-        np.ndarray
-    )  # float32[N], at the request's temperature; at 1 where that is 0
-    stopped: bool  # by one of the request's stop ids
+
+class Completion(NamedTuple):
+    """A sampled turn, as `engines.base.Response` has it.
+
+    Attributes:
+      ids: int32[N], the sampled tokens.
+      logprobs: float32[N], log-probabilities at the request's temperature; at 1 where
+        that is 0.
+      stopped: Whether one of the request's stop ids ended it.
+    """
+
+    ids: np.ndarray
+    logprobs: np.ndarray
+    stopped: bool
 
 
 class ServedModel(NamedTuple):
@@ -51,6 +71,48 @@ class ServedModel(NamedTuple):
     name: str  # by which requests ask for it
     root: str  # the folder, as the server was told
     max_model_len: int  # longest sequence, in tokens
+
+
+def client(timeout_secs: float) -> Any:
+    """An httpx.Client, for calls that wait; a context that closes it."""
+    return _httpx().Client(timeout=timeout_secs, **_client_settings())
+
+
+def async_client() -> Any:
+    """An httpx.AsyncClient, without deadlines and limits of its own."""
+    return _httpx().AsyncClient(timeout=None, **_client_settings())
+
+
+def connection_errors() -> type[Exception]:
+    """What a client raises where a server is not to be reached, or leaves."""
+    return _httpx().HTTPError
+
+
+def describe(error: BaseException) -> str:
+    """One line about a connection that failed: httpx often says nothing but a type."""
+    return one_line(error).rstrip(": ").removeprefix("httpx.")
+
+
+def read_json(status: int, text: str) -> Any:
+    """The JSON value of a response; None where it has no text.
+
+    Args:
+      status: HTTP status of the response.
+      text: Body of the response.
+
+    Raises:
+      RefusedRequest: The server refuses.
+      ConnectionError: It could not answer this time.
+      WrongAnswer: The text is no JSON.
+    """
+    if status >= 500 or status in _LATER:
+        raise ConnectionError(f"status {status}: {read_error(text)}")
+    if status != 200:
+        raise RefusedRequest(f"status {status}: {read_error(text)}")
+    try:
+        return json.loads(text) if text else None
+    except ValueError as error:
+        raise WrongAnswer(f"no JSON but {text[:80]!r}") from error
 
 
 def completion_request(
@@ -83,9 +145,9 @@ def scoring_request(model: str, prompt: np.ndarray, top_k: int) -> dict[str, Any
     One token has to be sampled too. Scores are before temperature, whatever it is.
 
     Args:
-      model: Its served name.
-      prompt: int[N].
-      top_k: Likeliest ids per position beside the one that stands there.
+      model: Name of the served model.
+      prompt: int[N], the tokens to score.
+      top_k: Number of likeliest ids per position beside the one that stands there.
     """
     return {
         **_WHOLE_DISTRIBUTION,
@@ -115,11 +177,11 @@ def read_completion(
     """Reads an answer to `completion_request`.
 
     Args:
-      answer: JSON value.
-      prompt: int[N] that was sent.
-      max_tokens: Likewise.
-      stop_ids: Likewise.
-      vocab_size: Ids from here on are none of the model's; None where nobody knows.
+      answer: JSON value of the response.
+      prompt: int[N], the prompt that was sent.
+      max_tokens: The token limit that was sent.
+      stop_ids: The stop ids that were sent.
+      vocab_size: Number of ids of the model; None where nobody knows.
 
     Raises:
       WrongAnswer: It is no answer to this request: other tokens, ids out of the
@@ -148,7 +210,7 @@ def read_completion(
     tables = _value(_value(choice, "logprobs"), "top_logprobs")
     if not isinstance(tables, list) or len(tables) != len(ids):
         raise WrongAnswer(f"{_count(tables)} log-probabilities of {len(ids)} tokens")
-    logprobs = [_number(t, f"token_id:{i}") for t, i in zip(tables, ids, strict=True)]
+    logprobs = [_logprob(t, f"token_id:{i}") for t, i in zip(tables, ids, strict=True)]
     return Completion(ids, np.asarray(logprobs, np.float32), bool(len(stops)))
 
 
@@ -158,9 +220,9 @@ def read_scores(
     """Reads an answer to `scoring_request`.
 
     Args:
-      answer: JSON value.
-      prompt: int[N] that was sent.
-      positions: int[M], each from 1 to N - 1.
+      answer: JSON value of the response.
+      prompt: int[N], the prompt that was sent.
+      positions: int[M], the scored positions, each from 1 to N - 1.
 
     Returns:
       float32[M], log q(prompt[p] | prompt[:p]), and the whole table of every position:
@@ -172,12 +234,12 @@ def read_scores(
     tables = _value(_choice(answer, prompt), "prompt_logprobs")
     if not isinstance(tables, list) or len(tables) != len(prompt):
         raise WrongAnswer(f"{_count(tables)} scores of {len(prompt)} tokens")
-    found = [tables[position] for position in positions]
+    tables = [tables[position] for position in positions]
     logprobs = [
-        _number(_value(table, str(prompt[position])), "logprob")
-        for table, position in zip(found, positions, strict=True)
+        _logprob(_value(table, str(prompt[position])), "logprob")
+        for table, position in zip(tables, positions, strict=True)
     ]
-    return np.asarray(logprobs, np.float32), found
+    return np.asarray(logprobs, np.float32), tables
 
 
 def best_ids(
@@ -186,16 +248,16 @@ def best_ids(
     """The likeliest ids of a position, best first, of equal ones the lowest first.
 
     Args:
-      table: As `read_scores` returns it, of a request for as many. It holds one entry
+      table: One of `read_scores`, of a request for as many ids. It holds one entry
         more where the token that stands there is none of the likeliest.
-      top_k: Ids to return.
-      width: Ids from here on are padding.
+      top_k: Number of ids to return.
+      width: Number of ids; those from here on are padding.
 
     Raises:
       WrongAnswer: The table has too few of them.
     """
     entries = [
-        (-_number(entry, "logprob", excluded=True), int(name))
+        (-_logprob(entry, "logprob", excluded=True), int(name))
         for name, entry in table.items()
         if _value(entry, "rank") <= top_k
     ]
@@ -259,15 +321,11 @@ def _ids(value: Any) -> np.ndarray:
     return array.astype(np.int32).reshape(-1) if array.size else np.zeros(0, np.int32)
 
 
-def _number(table: Any, name: str, excluded: bool = False) -> float:
+def _logprob(table: Any, name: str, excluded: bool = False) -> float:
     number = _value(table, name)
-    if isinstance(number, bool) or not isinstance(number, int | float):
-        raise WrongAnswer(f"{name} {_short(number)}, expected a number")
-    if number <= _EXCLUDED and excluded:
-        return -np.inf
-    if not _EXCLUDED < number < np.inf:
-        raise WrongAnswer(f"{name} {number}, expected a finite log-probability")
-    return float(number)
+    if not is_number(number) or (number <= _EXCLUDED and not excluded):
+        raise WrongAnswer(f"{name} {_short(number)}, expected a finite number")
+    return float(number) if number > _EXCLUDED else -np.inf
 
 
 def _value(table: Any, name: str) -> Any:
@@ -283,3 +341,23 @@ def _count(value: Any) -> str:
 def _short(value: Any) -> str:
     text = value if isinstance(value, str) else repr(value)
     return " ".join(text.split())[:120]
+
+
+def _httpx() -> ModuleType:
+    return installed("httpx", "vLLM servers", "vllm")
+
+
+def _client_settings() -> dict[str, Any]:
+    limits = _httpx().Limits(
+        max_connections=None,
+        max_keepalive_connections=None,
+        keepalive_expiry=KEEP_SECS,
+    )
+    # No proxy of the environment: servers stand beside the learner.
+    return {"trust_env": False, "verify": _tls(), "limits": limits}
+
+
+@functools.cache
+def _tls() -> Any:
+    # Reading the certificates takes longer than a request.
+    return _httpx().create_ssl_context(trust_env=False)
