@@ -222,7 +222,7 @@ UNENDED = "{% for m in messages %}{{ m.role + ' ' + m.content + ' ' }}{% endfor 
             {"format": "template"},
             "has no chat template.*chat_template.jinja",
         ),
-        (lambda f: without(f, "tokenizer.json"), {}, "no byte_level.json"),
+        (lambda f: without(f, "tokenizer.json"), {}, "no tokenizer.json"),
         (lambda f: with_template(f, "{% if %}"), {}, "is no template.*Mend it"),
         (lambda f: with_template(f, DROPS), {}, "leaves the answer of a tool out"),
         (lambda f: with_template(f, UNENDED), {}, "expected a special token"),

@@ -66,7 +66,7 @@ def test_turns_without_thoughts_are_those_of_a_conversation_rendered_again(
 
 
 def test_byte_level_vocabulary_is_served_id_for_id(tmp_path):
-    """Other programs load our byte_level.json and mean the same ids."""
+    """Other programs load our tokenizer.json and mean the same ids."""
     for name, content in (
         ("tokenizer.json", byte_level.tokenizer_json()),
         ("tokenizer_config.json", byte_level.tokenizer_config()),
