@@ -20,7 +20,7 @@ import numpy as np
 from thundersync_jax import GradientStream
 from thundersync_jax.config import LossConfig, ModelConfig
 from thundersync_jax.models import transformer
-from thundersync_jax.run import objective
+from thundersync_jax.run import objective, samples
 from thundersync_jax.types import StopReason, TeacherScores, Trajectory, TrajectoryKey
 
 MODEL = ModelConfig(
@@ -61,9 +61,9 @@ def ways(loss: LossConfig, prompt: int):
 
     def part(start, end=None):
         lengths = (prompt,)
-        return lambda one: objective.segment_sample(one, loss, lengths, start, end)
+        return lambda one: samples.segment_sample(one, loss, lengths, start, end)
 
-    sample = lambda one: objective.sample(one, loss, (2 * prompt,))  # noqa: E731
+    sample = lambda one: samples.sample(one, loss, (2 * prompt,))  # noqa: E731
     return (whole, lambda one: None, sample), (pieces, part(0, prompt), part(prompt))
 
 

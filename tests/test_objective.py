@@ -11,7 +11,7 @@ import pytest
 from thundersync_jax.config import LossConfig, ModelConfig
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.models import transformer
-from thundersync_jax.run import objective, token_numbers
+from thundersync_jax.run import objective, policy_term, samples
 from thundersync_jax.stream.surrogate import Max
 from thundersync_jax.types import StopReason, TeacherScores, Trajectory, TrajectoryKey
 
@@ -60,7 +60,7 @@ def scored(one, loss):
         return one
     logprobs = distributions(params(2), one.ids)
     ids = None
-    if token_numbers.teacher_kind(loss) == "sampled":
+    if loss.teacher_kind == "sampled":
         logprobs = np.take_along_axis(logprobs, one.ids[:, None], axis=1)
     elif loss.distill_top_k:
         ids = np.argsort(-logprobs)[:, : loss.distill_top_k].astype(np.int32)
@@ -77,17 +77,18 @@ def params(seed):
 
 def evaluated(loss, one=None):
     """(surrogate, gradients of its two parts) of a trajectory in a longer bucket."""
-    sample = objective.sample(scored(one or trajectory(), loss), loss, (12,)).tree
+    sample = samples.sample(scored(one or trajectory(), loss), loss, (12,)).tree
     idle = {"constant": None, "aggregation": "sequence_mean", "advantage": "mean_only"}
     names = ["kl_coef", "kl_estimator", "entropy_coef", "importance_cap", "turn_credit"]
-    names += ["distill", "distill_coef", "distill_top_k"]
+    names += ["distill", "distill_coef", "distill_top_k", "surrogate"]
     idle |= {name: getattr(loss, name) for name in names}
     return compiled(LossConfig(**idle))(params(0), params(1), sample)
 
 
 @functools.cache  # what else a loss says comes with the sample
 def compiled(loss):
-    function = objective.policy_surrogate(MODEL, TEMPERATURE, loss)
+    term = policy_term.load(loss)
+    function = objective.policy_surrogate(MODEL, TEMPERATURE, loss, term=term)
 
     @jax.jit
     def both(policy, reference, sample):
@@ -238,7 +239,7 @@ def test_what_stands_outside_the_mask_reaches_nothing():
 
 def test_turn_credit_that_nobody_asked_for_is_refused():
     with pytest.raises(ConfigError, match=r"group 1 member 2 .*loss\.turn_credit"):
-        objective.sample(credited(), LossConfig(), (12,))
+        samples.sample(credited(), LossConfig(), (12,))
     # And where the environment gives none, a turn is worth the advantage alone.
     asked = evaluated(LossConfig(turn_credit="environment"))
     plain = evaluated(LossConfig())
@@ -247,19 +248,19 @@ def test_turn_credit_that_nobody_asked_for_is_refused():
 
 
 def test_length_penalty_grows_between_the_free_tokens_and_the_limit():
-    assert objective.shaped_reward(trajectory(), LossConfig(), LIMIT) == 0.75
+    assert samples.shaped_reward(trajectory(), LossConfig(), LIMIT) == 0.75
     loss = LossConfig(length_penalty=0.5)
-    assert objective.shaped_reward(trajectory(), loss, LIMIT) == 0.75 - 0.5 * 5 / 10
+    assert samples.shaped_reward(trajectory(), loss, LIMIT) == 0.75 - 0.5 * 5 / 10
     loss = LossConfig(length_penalty=0.5, length_free_tokens=4)
-    shaped = objective.shaped_reward(trajectory(), loss, LIMIT)
+    shaped = samples.shaped_reward(trajectory(), loss, LIMIT)
     assert shaped == pytest.approx(0.75 - 0.5 * 1 / 6)
 
 
 def test_empty_samples_have_the_shapes_of_real_ones():
     for loss in LOSSES.values():
-        real = objective.sample(scored(trajectory(), loss), loss, (12,)).tree
-        empty = objective.untrained(12, None, loss, MODEL.vocab_size)
-        made_up = objective.sample(empty, loss, (12,)).tree
+        real = samples.sample(scored(trajectory(), loss), loss, (12,)).tree
+        empty = samples.untrained(12, None, loss, MODEL.vocab_size)
+        made_up = samples.sample(empty, loss, (12,)).tree
         assert {k: (x.shape, x.dtype) for k, x in real.items()} == {
             k: (x.shape, x.dtype) for k, x in made_up.items()
         }
@@ -272,7 +273,8 @@ STD = "leave_one_out_std"
 ACTING = {
     "aggregation": ({}, "sequence_mean", "token_mean"),
     "constant": ({"aggregation": "constant"}, 8.0, 9.0),
-    "advantage": ({}, "mean_std", "mean_only"),
+    "surrogate": ({}, "policy_gradient", "own_losses:cispo"),
+    "advantage": ({}, "mean_std", "own_estimators:ranks"),
     "std_ddof": ({"advantage": STD}, 0, 1),
     "std_eps": ({"advantage": STD}, 1e-6, 0.1),
     "pass_k": ({"advantage": "pass_at_k"}, 2, 3),
@@ -307,8 +309,8 @@ def fingerprint(loss):
         ["member", "group", "batch"].index(scope.scope),
         *(seen if loss.advantage == "tracked_baseline" else ()),
         objective.denominator(loss) == "tokens",
-        float(objective.sample(scored(one, loss), loss, (12,)).tree["weights"].sum()),
-        objective.shaped_reward(one, loss, LIMIT),
+        float(samples.sample(scored(one, loss), loss, (12,)).tree["weights"].sum()),
+        samples.shaped_reward(one, loss, LIMIT),
         float(out.weighted),
         float(out.additive or 0.0),
         *(norm(gradient) for gradient in gradients.values()),

@@ -124,14 +124,15 @@ WORDS = "; at most three 32-bit words per parameter and sum"
 def test_start_up_line_says_what_the_sums_take(settings, said):
     settings = {"release": "trajectory", "partial_groups": "drop"} | settings
     config = echo_task.small(**settings)
-    found = placement.plan(config, objective.estimator(config.loss), PARAMS)
+    estimator, additive = objective.estimator(config.loss), config.loss.has_additive
+    found = placement.plan(config, estimator, PARAMS, additive)
     assert re.fullmatch(said, found.description)
 
 
 def test_exact_sums_of_one_group_that_do_not_fit_are_refused():
     config = echo_task.small(accumulator="exact", group_sum_bytes=5 * 2**20)
     with pytest.raises(ConfigError, match="group_sum_bytes .* take 6,291,968 bytes"):
-        placement.plan(config, objective.estimator(config.loss), PARAMS)
+        placement.plan(config, objective.estimator(config.loss), PARAMS, False)
 
 
 def test_tasks_of_further_groups_follow_from_seed_step_and_number(tmp_path):

@@ -17,7 +17,7 @@ import stories
 from thundersync_jax import GradientStream, advantages
 from thundersync_jax.config import LossConfig, ModelConfig
 from thundersync_jax.models import layers, transformer
-from thundersync_jax.run import objective
+from thundersync_jax.run import objective, samples
 from thundersync_jax.stream import mesh
 from thundersync_jax.stream.replica import IN_FLIGHT, Replica
 from thundersync_jax.stream.schedule import RELEASES
@@ -105,7 +105,7 @@ def batch(seed, loss, aggregation):
         groups[name] = []
         for member in range(size):
             one = trajectory(rng)
-            arrays = objective.sample(one, weighing, (LENGTH,))
+            arrays = samples.sample(one, weighing, (LENGTH,))
             reward = 1.0 if name == 1 else rng.choice([0.0, 1.0, rng.normal()])
             failed = name == 2 and member == 1
             groups[name].append(

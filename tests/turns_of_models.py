@@ -8,7 +8,7 @@ import numpy as np
 
 from thundersync_jax.config import LossConfig, ModelConfig
 from thundersync_jax.models import transformer
-from thundersync_jax.run import objective
+from thundersync_jax.run import objective, samples
 from thundersync_jax.stream.gradient_stream import GradientStream
 from thundersync_jax.stream.turn_stream import TurnStream
 from thundersync_jax.types import StopReason, TeacherScores, Trajectory, TrajectoryKey
@@ -97,7 +97,7 @@ def segments_of(loss, model=MODEL):
 
 def prompt_of(group, trajectories, loss):
     first = next(one for one in trajectories if one.key.group == group)
-    return objective.segment_sample(first, loss, (PIECE,), 0, PROMPT)
+    return samples.segment_sample(first, loss, (PIECE,), 0, PROMPT)
 
 
 def of_samples(
@@ -124,9 +124,9 @@ def of_samples(
     for index, one in enumerate(trajectories):
         place = one.key.group, one.key.member
         sample = (
-            objective.segment_sample(one, loss, (SLOTS,), PROMPT)
+            samples.segment_sample(one, loss, (SLOTS,), PROMPT)
             if shared
-            else objective.sample(one, loss, (SLOTS,))
+            else samples.sample(one, loss, (SLOTS,))
         )
         if stream._estimator is not None:
             stream.reward(*place, rewards[index])
@@ -154,10 +154,10 @@ def of_turns(params, trajectories, loss=OPD, *, shared=False, **settings):
         one = live[rng.integers(len(live))]
         start, end = waiting[one.key].pop(0)
         place = one.key.group, one.key.member
-        sample = objective.segment_sample(one, loss, (PIECE,), start, end, False)
+        sample = samples.segment_sample(one, loss, (PIECE,), start, end, False)
         stream.turn(*place, sample, tokens=int(one.loss_mask[start:end].sum()))
         if not waiting[one.key]:
-            stream.complete(*place, objective.trajectory_weight(one, loss))
+            stream.complete(*place, samples.trajectory_weight(one, loss))
     return stream.finish()
 
 

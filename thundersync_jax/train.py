@@ -10,7 +10,7 @@ policy version stay, the step counts.
 import collections
 import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,9 @@ from thundersync_jax.metrics.progress import RunProgress
 from thundersync_jax.metrics.records import known_mean, write_rollouts
 from thundersync_jax.metrics.timing import StepTiming, step_timing, write_chrome_trace
 from thundersync_jax.metrics.writer import Metrics, Sink, read
+from thundersync_jax.ops.advantages import Estimator
 from thundersync_jax.ops.losses import percentile
-from thundersync_jax.run import state
+from thundersync_jax.run import policy_term, state
 from thundersync_jax.run.checkpoint import Checkpoints, sha256
 from thundersync_jax.run.compiling import compile_all
 from thundersync_jax.run.heldout import Evaluation, heldout
@@ -59,6 +60,8 @@ def train(
     workdir: str | Path,
     *,
     environment: Factory | None = None,
+    surrogate: policy_term.Factory | None = None,
+    estimator: Estimator | Callable[..., Estimator] | None = None,
     sinks: Sequence[Sink] = (),
 ) -> dict[str, Any]:
     """Runs a config to its end in a work directory, from wherever it was.
@@ -67,6 +70,9 @@ def train(
       config: The settings.
       workdir: Holds config, checkpoints, metrics, rollouts and pictures.
       environment: Makes the task set, in place of `config.env.factory`.
+      surrogate: Makes the policy term of the loss, in place of `loss.surrogate`.
+      estimator: The advantage, or a function of the `LossConfig` that returns it, in
+        place of `loss.advantage`.
       sinks: Loggers beside metrics.jsonl, called as sink(step, scalars).
 
     Returns:
@@ -79,7 +85,15 @@ def train(
         display.line(f"finished already; the result is in {workdir / RESULT_FILE}")
         return result
     with (
-        Run(config, workdir, environment, display.line, owner=True) as run,
+        Run(
+            config,
+            workdir,
+            environment,
+            display.line,
+            owner=True,
+            surrogate=surrogate,
+            estimator=estimator,
+        ) as run,
         Checkpoints(workdir / "warm_start", keep=2) as warm_checkpoints,
         Checkpoints(workdir / "checkpoints", config.checkpoint.keep) as checkpoints,
     ):

@@ -44,17 +44,36 @@ def load(setting: str, name: str, parameters: Sequence[str] = ()) -> Callable[..
     Raises:
       ConfigError: No such module or function, or it takes other arguments.
     """
-    check(setting, name)
-    path, _, attribute = name.partition(":")
-    function = getattr(_import(setting, name, path), attribute, None)
+    function = find(setting, name)
     if not callable(function):
         raise ConfigError(
-            f"{setting} is {name!r}, but {path} has no function {attribute!r}; "
-            "define it or name another."
+            f"{setting} is {name!r}, expected a function, not {function!r:.60}; "
+            "name another."
         )
     if parameters:
         _check_call(setting, name, function, parameters)
     return function
+
+
+def find(setting: str, name: str) -> Any:
+    """Imports whatever a setting names.
+
+    Args:
+      setting: Dotted name of the setting, as `env.factory`; for messages.
+      name: "package.module:attribute", imported as Python would.
+
+    Raises:
+      ConfigError: No such module or attribute.
+    """
+    check(setting, name)
+    path, _, attribute = name.partition(":")
+    module = _import(setting, name, path)
+    if not hasattr(module, attribute):
+        raise ConfigError(
+            f"{setting} is {name!r}, but {path} has no function {attribute!r}; "
+            "define it or name another."
+        )
+    return getattr(module, attribute)
 
 
 def _import(setting: str, name: str, path: str) -> ModuleType:

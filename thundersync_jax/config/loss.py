@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Literal, get_args
 
+from thundersync_jax.config import dotted
 from thundersync_jax.config.checks import (
     at_least_zero,
     below,
@@ -15,17 +16,15 @@ from thundersync_jax.config.settings import check_types
 from thundersync_jax.types import LARGEST_REWARD
 
 Aggregation = Literal["sequence_mean", "token_mean", "constant"]
-Advantage = Literal[
+REWARDED = (
     *("mean_std", "mean_only", "leave_one_out", "leave_one_out_std"),
     *("batch_mean_std", "pass_at_k", "fixed_baseline", "tracked_baseline"),
-    "none",
-]
+)
 KLEstimator = Literal["k1", "k2", "k3"]
 TurnCredit = Literal["none", "environment"]
 Distill = Literal[
     *("none", "sampled_reverse_kl", "reverse_kl", "forward_kl", "jensen_shannon")
 ]
-ADVANTAGES: tuple[str, ...] = get_args(Advantage)
 DISTILL: tuple[str, ...] = get_args(Distill)[1:]
 
 
@@ -56,13 +55,27 @@ class OptimConfig:
             positive(self, "optim.", ["clip_norm"], "Turn clipping off with none.")
 
 
+def _check_named(setting: str, name: str, built_in: tuple[str, ...]) -> None:
+    """Requires the name of something built in, or of a function of the user's."""
+    if ":" in name:
+        dotted.check(setting, name)
+        return
+    require(
+        name in built_in,
+        f"{setting} is {name!r}",
+        f"one of {', '.join(map(repr, built_in))}, or 'module:name' of your own",
+        f"Write {setting}={built_in[0]}.",
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class LossConfig:
     """How tokens, trajectories and rewards are weighed; README has the equations."""
 
     aggregation: Aggregation = "sequence_mean"  # over tokens; README has the numbers
     constant: float | None = None  # the divisor of aggregation "constant", in tokens
-    advantage: Advantage = "mean_std"  # of rewards; none: no reward is in the loss
+    surrogate: str = "policy_gradient"  # or module:factory of your own, from LossConfig
+    advantage: str = "mean_std"  # of rewards, or module:estimator; none: no rewards
     distill: Distill = "none"  # divergence to a teacher per sampled token
     distill_coef: float = 1.0  # its weight beside the advantages
     distill_top_k: int | None = None  # teacher's ids, the rest as one; none: all ids
@@ -81,6 +94,8 @@ class LossConfig:
 
     def __post_init__(self):
         check_types(self, "loss.")
+        _check_named("loss.surrogate", self.surrogate, ("policy_gradient",))
+        _check_named("loss.advantage", self.advantage, (*REWARDED, "none"))
         require(
             self.aggregation != "constant" or self.constant is not None,
             "loss.constant is none with loss.aggregation 'constant'",
@@ -124,9 +139,9 @@ class LossConfig:
         whole = ("reverse_kl", "forward_kl", "jensen_shannon")
         effective(self, "loss.", ["distill_coef"], "distill", (*DISTILL[:1], *whole))
         effective(self, "loss.", ["distill_top_k"], "distill", whole)
-        rewarded = tuple(name for name in ADVANTAGES if name != "none")
-        names = ["length_penalty", "turn_credit", "importance_cap"]
-        effective(self, "loss.", [*names, "distill_coef"], "advantage", rewarded)
+        if self.advantage == "none":
+            names = ["length_penalty", "turn_credit", "importance_cap", "distill_coef"]
+            effective(self, "loss.", names, "advantage", REWARDED)
 
     @property
     def has_additive(self) -> bool:
@@ -134,3 +149,12 @@ class LossConfig:
         credit = self.turn_credit == "environment"
         distills = self.distill != "none"
         return bool(self.kl_coef or self.entropy_coef or credit or distills)
+
+    @property
+    def teacher_kind(self) -> Literal["none", "sampled", "top_k", "full"]:
+        """What the loss asks of a teacher, about every token."""
+        if self.distill == "none":
+            return "none"
+        if self.distill == "sampled_reverse_kl":
+            return "sampled"
+        return "full" if self.distill_top_k is None else "top_k"

@@ -142,7 +142,8 @@ def _check_groups(config: Config) -> None:
             "at least 1 group that may hold sums, or none to follow the memory",
             "Set open_groups to 4 or release to 'group'.",
         )
-    least = _LEAST_MEMBERS.get(loss.advantage, 2)
+    own = ":" in loss.advantage  # its members are the user's business
+    least = 1 if own else _LEAST_MEMBERS.get(loss.advantage, 2)
     require(
         size >= least,
         f"rollout.group_size is {size} with loss.advantage {loss.advantage!r}",

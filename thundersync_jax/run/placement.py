@@ -150,8 +150,16 @@ class SumMemory:
     description: str
 
 
-def plan(config: Config, estimator: Estimator | None, params: Tree) -> SumMemory:
+def plan(
+    config: Config, estimator: Estimator | None, params: Tree, additive: bool
+) -> SumMemory:
     """What a config asks for, as far as it fits.
+
+    Args:
+      config: The settings.
+      estimator: The run's advantage; None without rewards.
+      params: The parameters on the learner's mesh.
+      additive: Whether the loss has a part that no advantage multiplies.
 
     Raises:
       ConfigError: The sums of one group do not fit, or nobody says what would.
@@ -163,7 +171,7 @@ def plan(config: Config, estimator: Estimator | None, params: Tree) -> SumMemory
     channels = sums.channels(
         scope,
         weighted=estimator is not None,
-        additive=config.loss.has_additive,
+        additive=additive,
         lossy=config.partial_groups == "drop" or config.uniform_groups != "keep",
     )
     one = sums.bytes_per_device(params, config.accumulator)

@@ -25,10 +25,11 @@ from thundersync_jax.envs.base import Environment, TaskSet, load_factory
 from thundersync_jax.envs.latency import WithLatency
 from thundersync_jax.metrics.learner_clock import LearnerClock
 from thundersync_jax.metrics.timing import Timeline
+from thundersync_jax.ops.advantages import Estimator
 from thundersync_jax.rollout.agent import PHASES
 from thundersync_jax.rollout.events import Job
 from thundersync_jax.rollout.pool import RolloutPool
-from thundersync_jax.run import objective, placement, state, teaching
+from thundersync_jax.run import objective, placement, policy_term, state, teaching
 from thundersync_jax.run import tasks as run_tasks
 from thundersync_jax.run import tasks as task_order
 from thundersync_jax.run.samples import Samples
@@ -57,6 +58,9 @@ class Run:
       environment: Makes the task set, in place of `config.env.factory`.
       on_line: Takes one line of news, such as that something compiles.
       owner: Whether the work directory becomes this config's, for this process alone.
+      surrogate: Makes the policy term of the loss, in place of `loss.surrogate`.
+      estimator: The advantage, or a function of the `LossConfig` that returns it, in
+        place of `loss.advantage`.
     """
 
     def __init__(
@@ -66,6 +70,9 @@ class Run:
         environment: Factory | None = None,
         on_line: Callable[[str], None] = print,
         owner: bool = False,
+        *,
+        surrogate: policy_term.Factory | None = None,
+        estimator: Estimator | Callable[..., Estimator] | None = None,
     ):
         self.config = config = resumed(workdir, config) if owner else config
         self.latency_scale = 1.0
@@ -76,6 +83,8 @@ class Run:
         self.on_line = on_line
         factory = environment or load_factory(config.env.factory)
         self.tasks, self.chat = run_tasks.prepared(factory, config)
+        self.estimator = objective.estimator(config.loss, estimator)
+        self._term = policy_term.load(config.loss, surrogate)
         self._held = contextlib.ExitStack()
         try:
             self._build(config, workdir, owner)
@@ -94,12 +103,10 @@ class Run:
         self.teacher = teaching.load(config, self.chat.vocabulary(), self.on_line)
         width = teaching.width(config, self.teacher)
         self.samples = Samples(config, width, self._prompt_ids)
-        loss, rollout = config.loss, config.rollout
-        given = config.model, rollout.temperature, loss
-        self.surrogate = objective.policy_surrogate(*given, width)
-        slots = rollout.context_tokens
-        self.segments = objective.policy_segments(*given, slots, width)
-        self.estimator = objective.estimator(config.loss)
+        policy = config.model, config.rollout.temperature, config.loss
+        self.surrogate = objective.policy_surrogate(*policy, width, self._term)
+        slots = config.rollout.context_tokens
+        self.segments = objective.policy_segments(*policy, slots, width, self._term)
         self.baselines = objective.baselines(config.loss)
         self._reference: Tree = None
         self._order: tuple[int, list[int]] = (0, [])  # of the latest step asked for
@@ -108,7 +115,8 @@ class Run:
         self._make_params = placement.initializer(config, self.placement.mesh)
         self._params: Tree = None
         self._params = params = self.initial_params()
-        found = placement.plan(config, self.estimator, params)
+        additive = config.loss.has_additive or self._term.additive
+        found = placement.plan(config, self.estimator, params, additive)
         self.open_groups = found.open_groups
         if owner:  # nothing refuses the config any more
             for change in claim(workdir, config, self.chat.vocabulary()):
@@ -171,8 +179,8 @@ class Run:
             self.pool.update(params, version)
 
     def set_reference(self, params: Tree) -> None:
-        """The policy that the KL penalty pulls towards: a copy, where it has weight."""
-        if self.config.loss.kl_coef:
+        """The policy that the loss compares with: a copy, where it does."""
+        if objective.with_reference(self.config.loss, self._term):
             self._reference = jax.tree.map(jnp.copy, params)
 
     def new_stream(
@@ -193,10 +201,12 @@ class Run:
           accumulator: "plain" or "exact".
         """
         config = self.config
-        if config.loss.kl_coef and self._reference is None:
+        compared = objective.with_reference(config.loss, self._term)
+        if compared and self._reference is None:
             raise ValueError(
-                f"loss.kl_coef is {config.loss.kl_coef} and there is no reference "
-                "policy; call warm_start, or set_reference with its parameters"
+                f"the loss needs a reference policy and loss.kl_coef is "
+                f"{config.loss.kl_coef} while there is none; call warm_start, or "
+                "set_reference with its parameters"
             )
         release = release or config.release
         common = {
@@ -208,6 +218,7 @@ class Run:
             "on_compile": lambda what: self.on_line(f"compiling {what}"),
         }
         if release == "turn":
+            self._term.check_turns()
             places = config.open_trajectories
             return TurnStream(self.segments, params, open_trajectories=places, **common)
         return GradientStream(
@@ -344,8 +355,8 @@ class Run:
             count = sum(x.size for x in jax.tree.leaves(self.teacher.params))
             where = f"from {self.teacher.source} on {self.placement.teacher}"
             self.on_line(f"teacher of {count:,} parameters {where}")
-        if self.config.loss.kl_coef:
-            self.on_line("one more copy of the parameters: the reference of the KL")
+        if objective.with_reference(self.config.loss, self._term):
+            self.on_line("one more copy of the parameters: the reference policy")
 
     def _environment(self, key: TrajectoryKey) -> Environment:
         environment = self.tasks.environment()

@@ -1,14 +1,16 @@
 """What the loss of a run sees of its trajectories: whole, in turns, behind a prompt."""
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from thundersync_jax.config import Config
-from thundersync_jax.errors import ConfigError
-from thundersync_jax.run import objective
+from thundersync_jax.config import Config, LossConfig
+from thundersync_jax.errors import ConfigError, StreamError
+from thundersync_jax.ops import advantages, losses
+from thundersync_jax.stream import padding
 from thundersync_jax.stream.padding import Padded
-from thundersync_jax.types import Trajectory
+from thundersync_jax.types import StopReason, TeacherScores, Trajectory, TrajectoryKey
 
 
 class Samples:
@@ -34,23 +36,24 @@ class Samples:
     def whole(self, trajectory: Trajectory) -> Padded:
         """A trajectory, or what follows the prompt that its group shares."""
         if not self._shared:
-            lengths = self._rollout.gradient_buckets
-            return objective.sample(trajectory, self._loss, lengths)
+            return sample(trajectory, self._loss, self._rollout.gradient_buckets)
         return self.behind(trajectory, self._after_prompt(trajectory))
 
     def behind(self, trajectory: Trajectory, start: int) -> Padded:
-        """What of a complete trajectory follows its first tokens."""
+        """What of a complete trajectory follows its first `start` tokens."""
         lengths = self._rollout.segment_lengths
-        return objective.segment_sample(trajectory, self._loss, lengths, start)
+        return segment_sample(trajectory, self._loss, lengths, start)
 
     def turn(
         self, trajectory: Trajectory, start: int, end: int | None = None
     ) -> Padded:
-        """A turn of one that may go on, new from `start` to `end`."""
+        """A turn of a trajectory that may go on, new from `start` to `end`."""
         if start == 0 and self._shared:
             start = self._after_prompt(trajectory)
-        given = trajectory, self._loss, self._rollout.segment_lengths, start, end
-        return objective.segment_sample(*given, whole_weight=False)
+        lengths = self._rollout.segment_lengths
+        return segment_sample(
+            trajectory, self._loss, lengths, start, end, whole_weight=False
+        )
 
     def prompt(self, step: int, group: int) -> Padded | None:
         """The prompt that a group shares; None where every sample holds its own."""
@@ -61,21 +64,20 @@ class Samples:
 
     def untrained(self, tokens: int, ids: np.ndarray | None = None) -> Trajectory:
         """A trajectory that trains nothing: of these ids, or without meaning."""
-        return objective.untrained(tokens, ids, self._loss, self.width)
+        return untrained(tokens, ids, self._loss, self.width)
 
     def made_up(self, length: int, start: int) -> Padded:
-        """One untrained token of a trajectory's, padded to a length of segments."""
-        one = self.untrained(start + 1)
-        return objective.segment_sample(one, self._loss, (length,), start)
+        """An untrained token behind `start` others, padded to a length of segments."""
+        trajectory = self.untrained(start + 1)
+        return segment_sample(trajectory, self._loss, (length,), start)
 
     def weight(self, trajectory: Trajectory) -> float:
         """What the turns of a complete trajectory are multiplied by."""
-        return objective.trajectory_weight(trajectory, self._loss)
+        return trajectory_weight(trajectory, self._loss)
 
     def shaped_reward(self, trajectory: Trajectory) -> float:
         """The reward that advantages follow from; filters look at the raw one."""
-        most = self._rollout.most_action_tokens
-        return objective.shaped_reward(trajectory, self._loss, most)
+        return shaped_reward(trajectory, self._loss, self._rollout.most_action_tokens)
 
     def _after_prompt(self, trajectory: Trajectory) -> int:
         ids = self._prompt_ids(trajectory.key.step, trajectory.key.group)
@@ -86,3 +88,145 @@ class Samples:
                 "that text, or set share_prompt=no"
             )
         return len(ids)
+
+
+def sample(trajectory: Trajectory, loss: LossConfig, lengths: Sequence[int]) -> Padded:
+    """What the surrogate sees of a trajectory, padded to one of `lengths`.
+
+    Returns:
+      "tokens" int32[T], "weights" float32[T], "mask" bool[T], "logprobs" float32[T] of
+      the sampler; under turn credit "turn_weights" and "turn_credits" float32[T], and
+      with a teacher "teacher_logprobs" float32[T, K] and, of its likeliest ids alone,
+      "teacher_ids" int32[T, K].
+
+    Raises:
+      ConfigError: The environment gave turn credit and the loss does not use it.
+      StreamError: The teacher's scores of a trained token are missing.
+    """
+    return padding.pad(_arrays(trajectory, loss), lengths)
+
+
+def segment_sample(
+    trajectory: Trajectory,
+    loss: LossConfig,
+    lengths: Sequence[int],
+    start: int,
+    end: int | None = None,
+    whole_weight: bool = True,
+) -> Padded:
+    """What the surrogate in pieces sees of the tokens from `start` to `end`.
+
+    Args:
+      trajectory: Whole, or as far as it is known.
+      loss: The settings that decide which arrays there are.
+      lengths: Lengths of segments, of which the sample gets one.
+      start: Index of the first token.
+      end: Index behind the last token; None for the trajectory's end.
+      whole_weight: Whether weights are those of the whole trajectory. Otherwise they
+        are 1, for a trajectory that still goes on.
+
+    Returns:
+      The arrays of `sample`, and "start" and "length" int32[].
+    """
+    arrays = {name: x[start:end] for name, x in _arrays(trajectory, loss).items()}
+    if not whole_weight:
+        arrays["weights"] = arrays["mask"].astype(np.float32)
+    padded = padding.pad(arrays, lengths)
+    place = {"start": np.int32(start), "length": np.int32(padded.real_tokens)}
+    return dataclasses.replace(padded, tree=padded.tree | place)
+
+
+def trajectory_weight(trajectory: Trajectory, loss: LossConfig) -> float:
+    """What the aggregation makes of a trajectory whose tokens weigh 1 each."""
+    mask = trajectory.loss_mask
+    return float(losses.token_weights(mask, loss.aggregation, loss.constant).max())
+
+
+def _arrays(trajectory: Trajectory, loss: LossConfig) -> dict[str, np.ndarray]:
+    arrays = {
+        "tokens": trajectory.ids,
+        "weights": losses.token_weights(
+            trajectory.loss_mask, loss.aggregation, loss.constant
+        ),
+        "mask": trajectory.loss_mask,
+        "logprobs": trajectory.logprobs,
+    }
+    credited = trajectory.turn_credits is not None
+    if loss.turn_credit == "environment":
+        ones = np.ones(len(trajectory.ids), np.float32)
+        arrays["turn_weights"] = trajectory.turn_weights if credited else ones
+        arrays["turn_credits"] = trajectory.turn_credits if credited else 0 * ones
+    elif credited:
+        raise ConfigError(
+            f"trajectory {trajectory.key} has turn credit and loss.turn_credit is "
+            f"{loss.turn_credit!r}, expected 'environment': nothing that an "
+            "environment gives is left out silently. Set it, or give no credit."
+        )
+    if loss.distill != "none":
+        arrays |= _teacher_arrays(trajectory)
+    return arrays
+
+
+def _teacher_arrays(trajectory: Trajectory) -> dict[str, np.ndarray]:
+    mask, scores = trajectory.loss_mask, trajectory.teacher
+    known = np.zeros_like(mask) if scores is None else scores.known
+    if missing := int(np.sum(mask & ~known)):
+        raise StreamError(
+            f"trajectory {trajectory.key}: the teacher's scores of {missing} of "
+            f"{int(mask.sum())} trained tokens are missing; without them distillation "
+            "would be off silently. Fail the trajectory, or score it."
+        )
+    scored = (mask & known)[:, None]
+    arrays = {"teacher_logprobs": np.where(scored, scores.logprobs, np.float32(0))}
+    if scores.ids is not None:
+        arrays["teacher_ids"] = np.where(scored, scores.ids, np.int32(0))
+    return arrays
+
+
+def untrained(
+    tokens: int, ids: np.ndarray | None, loss: LossConfig, width: int
+) -> Trajectory:
+    """A trajectory of which no token is trained.
+
+    Args:
+      tokens: Its length T.
+      ids: int32[T]; None for zeros.
+      loss: The settings that decide which arrays its samples need.
+      width: Ids that the policy and its teacher have.
+    """
+    mask, zeros = np.zeros(tokens, bool), np.zeros(tokens, np.float32)
+    scores = None
+    if loss.distill != "none":
+        kind = loss.teacher_kind
+        columns = {"sampled": 1, "top_k": loss.distill_top_k, "full": width}[kind]
+        likeliest = np.zeros((tokens, columns), np.int32)
+        logprobs = np.zeros((tokens, columns), np.float32)
+        scores = TeacherScores(logprobs, likeliest if kind == "top_k" else None, mask)
+    return Trajectory(
+        key=TrajectoryKey(0, 0, 0),
+        ids=np.zeros(tokens, np.int32) if ids is None else ids,
+        loss_mask=mask,
+        logprobs=zeros,
+        turns=0,
+        stop_reason=StopReason.FINISHED,
+        policy_version=0,
+        teacher=scores,
+    )
+
+
+def shaped_reward(trajectory: Trajectory, loss: LossConfig, limit_tokens: int) -> float:
+    """A trajectory's reward less its length penalty (`advantages.length_penalty`).
+
+    Args:
+      trajectory: One that has a reward.
+      loss: The settings of the penalty.
+      limit_tokens: Sampled tokens at which all of the penalty is taken off.
+    """
+    if not loss.length_penalty:
+        return trajectory.reward
+    return trajectory.reward - advantages.length_penalty(
+        trajectory.action_tokens,
+        loss.length_free_tokens,
+        limit_tokens,
+        loss.length_penalty,
+    )

@@ -27,7 +27,7 @@ from thundersync_jax.engines.vllm.teacher import VLLMTeacher
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.models import transformer
 from thundersync_jax.rollout import teacher as rollout_teacher
-from thundersync_jax.run import state, token_numbers
+from thundersync_jax.run import state
 from thundersync_jax.run.checkpoint import Checkpoints
 
 Tree = Any
@@ -93,7 +93,7 @@ def engine(
         return None
     rollout, loss = config.rollout, config.loss
     asked = {
-        "kind": token_numbers.teacher_kind(loss),
+        "kind": loss.teacher_kind,
         "top_k": loss.distill_top_k or 0,
         "width": width,
         "temperature": rollout.temperature,
