@@ -4,7 +4,7 @@ import asyncio
 import gc
 import time
 
-from thundersync_jax.rollout import watch
+from thundersync_jax.rollout import commands
 
 
 def stopped_loop(coroutine):
@@ -39,7 +39,7 @@ def test_no_coroutine_is_left_that_nobody_awaited():
             ended.append("host")
 
     loop, task = stopped_loop(host())
-    watch.end_tasks(loop, 5.0)
+    commands.end_tasks(loop, 5.0)
     assert task.done() and not asyncio.all_tasks(loop)
     loop.close()
     gc.collect()  # a warning is an error
@@ -62,7 +62,7 @@ def test_a_task_without_a_parent_ends_too_and_a_stubborn_one_is_left_behind():
     loop, task = stopped_loop(stubborn())
     orphan = loop.orphan
     start = time.monotonic()
-    watch.end_tasks(loop, 0.1)
+    commands.end_tasks(loop, 0.1)
     assert 0.15 < time.monotonic() - start < 5.0
     assert orphan.cancelled() and not task.done() and cancelled == [1]
     released.append(1)

@@ -26,7 +26,7 @@ from thundersync_jax.engines.base import Request, Response
 from thundersync_jax.envs.base import Action, Environment, Observation
 from thundersync_jax.errors import one_line
 from thundersync_jax.rollout.commands import Commands, Stopped
-from thundersync_jax.rollout.events import Turn
+from thundersync_jax.rollout.events import Failed, Turn
 from thundersync_jax.rollout.recorder import Recorder
 from thundersync_jax.rollout.teacher import Teacher, TurnScorer
 from thundersync_jax.types import (
@@ -164,6 +164,19 @@ class Agent:
         """Frees engine and teacher of an attempt that somebody else ends."""
         self._sampler.release(self.session)
         self._stop_scoring()
+
+    def failed(self, stop_reason: StopReason, reason: str) -> Failed:
+        """The outcome of an attempt that ends without a verdict.
+
+        The reason names the attempt where several are allowed.
+        """
+        attempts = self._limits.attempts
+        if attempts > 1:
+            reason += f" (attempt {self.key.attempt + 1} of {attempts})"
+        trajectory = None
+        if self.recorder is not None:
+            trajectory = self.recorder.trajectory(stop_reason, reason, self.times)
+        return Failed(self.key, stop_reason, reason, trajectory)
 
     async def verify(self) -> float:
         """Returns the reward.

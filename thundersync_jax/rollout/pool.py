@@ -16,7 +16,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from functools import partial
 from typing import Any
 
@@ -26,12 +26,17 @@ from thundersync_jax.config import RolloutConfig
 from thundersync_jax.engines.base import Engine, RemoteEngine
 from thundersync_jax.engines.driver import connect
 from thundersync_jax.envs.base import Environment
-from thundersync_jax.rollout.agent import Agent
-from thundersync_jax.rollout.batch import Batch, Member
-from thundersync_jax.rollout.commands import GRACE_SECS, Commands, Stopped
+from thundersync_jax.rollout.agent import PHASES, WAITING, Agent
+from thundersync_jax.rollout.commands import (
+    GRACE_SECS,
+    PING_SECS,
+    Commands,
+    LoopWatch,
+    Stopped,
+    end_tasks,
+)
 from thundersync_jax.rollout.events import Completed, Event, Failed, Job, Rewarded
 from thundersync_jax.rollout.teacher import MakeTeacher
-from thundersync_jax.rollout.watch import PING_SECS, LoopWatch, end_tasks
 from thundersync_jax.types import Span, StopReason, TrajectoryKey
 
 # Tried again with a fresh environment. A verdict is not: its tokens are out already,
@@ -41,11 +46,25 @@ _BYTE_LEVEL = ByteLevel()
 _CLOSE_SECS = 2.0  # for each thread to end; they are daemons beyond it
 
 
+@dataclasses.dataclass(eq=False)
+class Member:
+    """One member from its start to its outcome, on the event loop."""
+
+    job: Job
+    policy_version: int
+    queued_secs: float
+    agent: Agent | None = None
+    task: asyncio.Task | None = None
+
+
 class RolloutPool:
     """Rolls out one batch of jobs at a time; a running batch may grow.
 
     `on_span` is called in the event loop's thread. `close`, or leaving the context,
     ends all threads; everything else belongs to the thread that made the pool.
+
+    Attributes:
+      outstanding: Members of the batch whose outcome `next_event` has not given yet.
     """
 
     def __init__(
@@ -88,7 +107,10 @@ class RolloutPool:
         self._on_span = on_span
         self._chat = chat
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
-        self._batch: Batch | None = None  # the running one
+        # The running batch; no version: none runs.
+        self.outstanding = 0
+        self._policy_version: int | None = None
+        self._keys: set[TrajectoryKey] = set()
         self._error: BaseException | None = None
         self._closed = False
         # The rest belongs to the event loop.
@@ -102,14 +124,11 @@ class RolloutPool:
         self._loop.set_exception_handler(self._report)
         self._teacher = make_teacher(self._loop, self._die) if make_teacher else None
         self._driver = connect(engine, self._loop, self._die)
-        self._thread = threading.Thread(target=self._turn, daemon=True, name="rollouts")
+        self._thread = threading.Thread(
+            target=self._run_loop, daemon=True, name="rollouts"
+        )
         self._watch = LoopWatch(self._loop, self._thread, blocked_secs)
         self._thread.start()
-
-    @property
-    def outstanding(self) -> int:
-        """Members of the batch whose outcome `next_event` has not given yet."""
-        return self._batch.outstanding if self._batch else 0
 
     @property
     def ended(self) -> bool:
@@ -136,11 +155,10 @@ class RolloutPool:
                 f"{self.outstanding} members of the last batch are outstanding; "
                 "read their events, or cancel() and read, before the next start()."
             )
-        batch = Batch(policy_version)
-        members = batch.take(jobs)
-        self._batch = batch
-        with self._original_error():
-            self._loop.call_soon_threadsafe(self._begin, members)
+        members = _members(jobs, policy_version, set())
+        self._policy_version, self._keys = policy_version, set(members)
+        self.outstanding = len(members)
+        self._in_loop(self._begin, members)
 
     def add(self, jobs: Sequence[Job], policy_version: int) -> None:
         """Further members of the running batch, under its step deadline.
@@ -153,18 +171,18 @@ class RolloutPool:
             new in it or names no known phase.
         """
         self._raise_if_dead()
-        version = self._batch.policy_version if self._batch else None
+        version = self._policy_version
         if version is None or version != policy_version:
-            running = (
-                "none runs" if version is None else f"the running one has {version}"
-            )
+            none = version is None
+            running = "none runs" if none else f"the running one has {version}"
             raise ValueError(
                 f"members of policy version {policy_version} find no batch to join: "
                 f"{running}. start() begins one."
             )
-        members = self._batch.take(jobs)
-        with self._original_error():
-            self._loop.call_soon_threadsafe(self._join, members)
+        members = _members(jobs, policy_version, self._keys)
+        self._keys.update(members)
+        self.outstanding += len(members)
+        self._in_loop(self._join, members)
 
     def next_event(self, timeout_secs: float) -> Event | None:
         """Returns the next event; None after the timeout, or on `wake`.
@@ -187,7 +205,7 @@ class RolloutPool:
             else:
                 self._raise_if_dead()
                 if event is not None:
-                    self._batch.outstanding -= isinstance(event, Rewarded | Failed)
+                    self.outstanding -= isinstance(event, Rewarded | Failed)
                 return event
             if time.monotonic() >= end:
                 return None
@@ -200,9 +218,7 @@ class RolloutPool:
     def cancel(self) -> None:
         """Fails what is outstanding as CANCELLED; the events still have to be read."""
         self._raise_if_dead()
-        reason = "the batch was cancelled"
-        with self._original_error():
-            self._loop.call_soon_threadsafe(self._end, StopReason.CANCELLED, reason)
+        self._in_loop(self._end, StopReason.CANCELLED, "the batch was cancelled")
 
     def update(self, params: object, policy_version: int) -> None:
         """Gives the engine new parameters, between two batches.
@@ -216,7 +232,7 @@ class RolloutPool:
                 f"{self.outstanding} members are outstanding; parameters change "
                 "between batches only. Read their events first."
             )
-        self._batch = None
+        self._policy_version = None
         with self._original_error():
             self._driver.update(params, policy_version, self._limits.step_timeout_secs)
 
@@ -245,7 +261,7 @@ class RolloutPool:
 
     # In the event loop's thread.
 
-    def _turn(self) -> None:
+    def _run_loop(self) -> None:
         try:
             self._loop.run_forever()
             if not self._closed:
@@ -326,7 +342,11 @@ class RolloutPool:
         return agent
 
     def _fail(self, member: Member, stop_reason: StopReason, reason: str) -> None:
-        self._tell(member, member.failed(stop_reason, reason, self._limits.attempts))
+        if member.agent is None:
+            failed = Failed(member.job.key, stop_reason, reason)
+        else:
+            failed = member.agent.failed(stop_reason, reason)
+        self._tell(member, failed)
 
     def _tell(self, member: Member, event: Event) -> None:
         """Passes on what an open member says; a stopped one is not heard."""
@@ -341,7 +361,7 @@ class RolloutPool:
         """Fails every open member now, without waiting for what it is busy with."""
         self._ended = self._ended or (stop_reason, reason)
         for member in list(self._open.values()):
-            doing = member.doing
+            doing = member.agent.doing if member.agent else WAITING
             member.task.cancel()
             if member.agent is not None:
                 # Before the event: the reader may update the engine right after it.
@@ -378,6 +398,10 @@ class RolloutPool:
         if self._closed:
             raise RuntimeError("the rollout pool is closed; make a new one.")
 
+    def _in_loop(self, function: Callable[..., None], *arguments: Any) -> None:
+        with self._original_error():
+            self._loop.call_soon_threadsafe(function, *arguments)
+
     @contextlib.contextmanager
     def _original_error(self) -> Iterator[None]:
         """Turns what a dead thread leads to into what it died of."""
@@ -386,3 +410,18 @@ class RolloutPool:
         except RuntimeError:
             self._raise_if_dead()
             raise
+
+
+def _members(
+    jobs: Sequence[Job], policy_version: int, known: Set[TrajectoryKey]
+) -> dict[TrajectoryKey, Member]:
+    """New members by key; ValueError where a key is known or names no known phase."""
+    now = time.monotonic()
+    members: dict[TrajectoryKey, Member] = {}
+    for job in jobs:
+        key = job.key._replace(attempt=0)
+        if key in members or key in known or key.phase not in PHASES:
+            expected = f"every member once, phases {', '.join(PHASES)}"
+            raise ValueError(f"job {key} cannot start; expected {expected}.")
+        members[key] = Member(job, policy_version, now)
+    return members
