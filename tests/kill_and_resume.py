@@ -44,7 +44,7 @@ PROGRESS = re.compile(
     r"^(warm start  step|after the warm start| +\d+/\d+ )", re.MULTILINE
 )
 SAID = re.compile(r"^.*resumed after step \d+$|^finished already", re.MULTILINE)
-MEASURED = "_secs$|^learner_busy_share$|^compiles$"  # differ between lives
+MEASURED = "_secs$|^learner_busy_share$|^contention$|^compiles$"  # differ between lives
 # Likewise where gradients start as verdicts come: which of them, before which others.
 ARRIVED = "^(direct|streamed|streamed_share|waited|waited_for_bucket|skipped|mismatch_)"
 

@@ -17,7 +17,7 @@ from thundersync_jax.config.settings import replace
 from thundersync_jax.envs import letters
 from thundersync_jax.envs.letters import LettersOptions
 from thundersync_jax.errors import ConfigError, StreamError
-from thundersync_jax.measure import bench_report, calibration
+from thundersync_jax.measure import bench_report, steps
 from thundersync_jax.measure import live as live_module
 from thundersync_jax.metrics.learner_clock import Ran
 from thundersync_jax.metrics.timing import StepTiming
@@ -218,8 +218,8 @@ def test_a_scale_that_cannot_help_is_given_up():
         return [], 5.0 + run.latency_scale
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calibration, "roll_out", roll_out)
-        tried = calibration.scale_latencies(run, None, 0, [1], wanted_secs=1.0)
+        patch.setattr(live_module, "roll_out", roll_out)
+        tried = live_module.scale_latencies(run, None, 0, [1], wanted_secs=1.0)
     assert run.published
     assert len(tried) < 5 and run.latency_scale == min(rolled)
 
@@ -319,7 +319,7 @@ def test_dispatch_counts_only_calls_that_found_their_learner_idle():
 
 
 def test_contention_compares_with_the_same_shapes_alone():
-    idle = calibration.IdleWork()
+    idle = steps.IdleWork()
     for secs in (1.0, 1.0, 9.0):
         idle.add(ran(0, 0.0, 0.0, secs))
     idle.add(ran(0, 0.0, 0.0, 2.0, place=0))
@@ -336,7 +336,7 @@ def test_contention_compares_with_the_same_shapes_alone():
 )
 def test_work_of_a_batch_is_known_from_its_calls(count, secs):
     """Full calls of four take 3, single ones 1; three fill a padded call."""
-    idle = calibration.IdleWork()
+    idle = steps.IdleWork()
     idle.add(ran(0, 0.0, 0.0, 1.0))
     idle.add(ran(0, 0.0, 0.0, 3.0, rows=4))
     assert idle.batch_secs(["bucket"] * count, rows=4) == secs
@@ -348,10 +348,10 @@ def test_scale_is_found_for_rollouts_that_grow_with_it(base):
     """R = base + 2.7 scale, to be 3.1 seconds."""
     tried = [(1.0, base + 2.7)]
     while abs(tried[-1][1] / 3.1 - 1) > 0.03:
-        scale = calibration.next_scale(tried, 3.1)
+        scale = live_module.next_scale(tried, 3.1)
         tried.append((scale, base + 2.7 * scale))
     assert len(tried) <= 3
-    assert calibration.next_scale([(1.0, 2.0), (2.0, 1.9)], 4.0) > 2.0  # noise
+    assert live_module.next_scale([(1.0, 2.0), (2.0, 1.9)], 4.0) > 2.0  # noise
 
 
 def trajectory(member=0, reward=1.0, ids=(1, 2, 3)):

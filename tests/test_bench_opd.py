@@ -22,7 +22,7 @@ from thundersync_jax.config import EnvConfig, LatencyConfig, LossConfig, Teacher
 from thundersync_jax.config.settings import replace
 from thundersync_jax.envs.letters import LettersOptions
 from thundersync_jax.flags import load_config
-from thundersync_jax.measure import bench_report, calibration
+from thundersync_jax.measure import bench_report, steps
 from thundersync_jax.measure import live as peak_bytes
 from thundersync_jax.measure.live import PeakBytes, alive_bytes
 from thundersync_jax.metrics.learner_clock import Ran
@@ -190,7 +190,7 @@ def test_contention_tells_turns_from_replays_and_leaves_prompts_out():
         item = Item(group, 0, 0, ("tree", "shapes", "prompt", group))
         return TurnCall(0, item, 0, replay)
 
-    idle = calibration.IdleWork()
+    idle = steps.IdleWork()
     idle.add(ran(turn(False, "made up"), 1.0))
     idle.add(ran(turn(True, "made up"), 3.0))
     idle.add(ran(Prompt("made up", (0,), True), 9.0))

@@ -172,7 +172,7 @@ def restored(workdir):
 
 
 def test_numbers_of_a_resumed_run_are_those_of_a_whole_one(whole, resumed):
-    timed = ("_secs", "learner_busy_share", "compiles")
+    timed = ("_secs", "learner_busy_share", "contention", "compiles")
     for one, other in zip(read(whole[0]), read(resumed[0]), strict=True):
         assert one.keys() == other.keys()
         for name in one:

@@ -11,7 +11,7 @@ import pytest
 from thundersync_jax.metrics import timing
 from thundersync_jax.metrics.timing import Timeline, write_chrome_trace
 from thundersync_jax.types import Span
-from thundersync_jax.view import pictures
+from thundersync_jax.view import curves, pictures
 
 SECS = 1e-12  # float64 sums of a few numbers of size 1
 
@@ -224,9 +224,9 @@ def test_timeline_is_drawn_from_any_spans_without_global_state(panels, tmp_path)
 def drawn_bars(bars, tmp_path, monkeypatch):
     """The axis that `draw_bars` fills: its bars' pieces by row, and its texts."""
     pytest.importorskip("matplotlib")
-    figures, make = [], pictures._figure
+    figures, make = [], pictures.new_figure
     monkeypatch.setattr(
-        pictures, "_figure", lambda *size: figures.append(make(*size)) or figures[-1]
+        pictures, "new_figure", lambda *size: figures.append(make(*size)) or figures[-1]
     )
     pictures.draw_bars(tmp_path / "bars.png", bars)
     assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")
@@ -272,8 +272,26 @@ def test_bars_without_batch_compare_with_nothing(tmp_path, monkeypatch):
 @pytest.mark.parametrize("points", [[], [(60.0, 0.4, 0.3, 0.5), (900.0, 1, 0.98, 1)]])
 def test_success_is_drawn_from_any_points(points, tmp_path):
     pytest.importorskip("matplotlib")
-    pictures.draw_success(tmp_path / "success.png", points, warm_start_secs=80.0)
+    curves.draw_success(tmp_path / "success.png", points, warm_start_secs=80.0)
     assert (tmp_path / "success.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("steps", [1, 40])
+def test_saved_seconds_are_drawn_as_sums_over_the_steps(steps, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    figures, make = [], pictures.new_figure
+    monkeypatch.setattr(
+        pictures, "new_figure", lambda *size: figures.append(make(*size)) or figures[-1]
+    )
+    secs = {"batch": [3.0] * steps, "group": [2.5] * steps, "trajectory": [2.0] * steps}
+    curves.draw_saved(tmp_path / "saved.png", secs, "trajectory")
+    assert (tmp_path / "saved.png").read_bytes().startswith(b"\x89PNG")
+    ((axis,),) = [figure.axes for figure in figures]
+    ends = [line.get_ydata()[-1] for line in axis.lines]
+    assert ends == pytest.approx([3.0 * steps, 2.5 * steps, 2.0 * steps])
+    texts = [text.get_text() for text in axis.texts]
+    assert texts[0] == f"batch {3 * steps:.2f} s, 1.50x"
+    assert texts[2] == f"trajectory {2 * steps:.2f} s"
 
 
 # Machado, Oliveira and Fernandes 2009, severity 1, on linear RGB.

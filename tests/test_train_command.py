@@ -27,7 +27,7 @@ CONFIG = """
 import asyncio, dataclasses, time
 from pathlib import Path
 import echo_task
-from thundersync_jax.models.decode import InProcessEngine
+from thundersync_jax.engines.in_process import InProcessEngine
 
 marker = Path(__file__).with_name("happened")
 

@@ -39,8 +39,9 @@ from thundersync_jax.engines.vllm.publish import Publisher
 from thundersync_jax.errors import ConfigError, StreamError
 from thundersync_jax.flags import Flag
 from thundersync_jax.flags import run as run_command
-from thundersync_jax.measure import bench_report, calibration, engine_bench
-from thundersync_jax.measure.live import Live, PeakBytes, live
+from thundersync_jax.measure import bench_report, engine_bench, live
+from thundersync_jax.measure.live import Live, PeakBytes
+from thundersync_jax.measure.steps import IdleWork
 from thundersync_jax.metrics.progress import Progress
 from thundersync_jax.run import placement as devices
 from thundersync_jax.run import placement as parameters
@@ -184,7 +185,7 @@ class _Races:
         self._update = state.Update(run.optimizer, run.config.optim.clip_norm, start)
         turns = "turn" in run.config.releases
         sums = dict.fromkeys(one.accumulator for one in self.contestants)
-        self._idle = {kind: calibration.IdleWork(kind, turns) for kind in sums}
+        self._idle = {kind: IdleWork(kind, turns) for kind in sums}
 
     @contextlib.contextmanager
     def compiles_counted(self) -> Iterator[None]:
@@ -217,13 +218,12 @@ class _Races:
         numbers = range(1, min(steps, _CALIBRATION_STEPS) + 1)
         with self.display.live("calibration"):
             sampled = [
-                calibration.sample(run, params, POLICY_VERSION, step)[0]
-                for step in numbers
+                live.sample(run, params, POLICY_VERSION, step)[0] for step in numbers
             ]
             learner_secs = self._choose_rows(sampled)
             env = run.config.env
             if "lognormal" in (env.tool_latency.kind, env.verify_latency.kind):
-                tried = calibration.scale_latencies(
+                tried = live.scale_latencies(
                     run, params, POLICY_VERSION, numbers, learner_secs
                 )
                 for scale, secs in tried:
@@ -237,17 +237,17 @@ class _Races:
             raise StreamError("a step has no trajectory with tokens; look at the env")
         said = "one trajectory a call"
         if self.rows > 1:
-            buckets = calibration.kinds(run, itertools.chain(*sampled))
+            buckets = live.kinds(run, itertools.chain(*sampled))
             idle = self._idle[None]
             alone, packed = (idle.batch_secs(buckets, r) for r in (1, self.rows))
-            if packed > (1 - calibration.LEAST_GAIN) * alone:
+            if packed > (1 - live.LEAST_GAIN) * alone:
                 self.rows = 1
             said = (
                 f"full calls take {packed / alone:.2f} times as long as single ones; "
                 f"with {self.rows} a call"
             )
         learner_secs = statistics.median(
-            calibration.learner_secs(run, params, trajectories, self.rows)
+            live.learner_secs(run, params, trajectories, self.rows)
             for trajectories in sampled
         )
         if learner_secs == 0:
@@ -268,7 +268,7 @@ class _Races:
         }
         lives = {one.name: found[one.name][0] for one in self.contestants}
         costs = {name: cost for name, (_, cost) in found.items() if cost}
-        times = [f"{n} {live.timing.step_secs:.2f} s" for n, live in lives.items()]
+        times = [f"{n} {one.timing.step_secs:.2f} s" for n, one in lives.items()]
         self.display.line(f"step {step}/{steps}  {', '.join(times)}")
         contention = {
             one.name: self._idle[one.accumulator].contention(lives[one.name].step.calls)
@@ -309,7 +309,7 @@ class _Races:
             conclude(run, self._update, donated, done, POLICY_VERSION)
 
         with PeakBytes(devices) as peak, self.display.live(title):
-            found = live(
+            found = live.live(
                 run,
                 params,
                 POLICY_VERSION,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from thundersync_jax.measure import calibration
+from thundersync_jax.measure import live
 from thundersync_jax.measure.live import Live
 from thundersync_jax.metrics.timing import group_correlation
 from thundersync_jax.types import Trajectory
@@ -305,7 +305,7 @@ def _remarks(result: Mapping[str, Any]) -> Iterator[str]:
     if not result["identical_trajectories"]:
         yield "NOT COMPARABLE: the rules sampled different trajectories"
     apart = _ratio(batch["rollout_secs"], batch["learner_secs"])
-    if result["latency_scale"] != 1.0 and not abs(apart - 1) <= calibration.TOLERANCE:
+    if result["latency_scale"] != 1.0 and not abs(apart - 1) <= live.TOLERANCE:
         yield f"rollouts took {apart:.2f} times the learner's work; meant was 1"
     rules = releases.keys() - {PLAIN}
     least = min(releases[release]["learner_secs"] for release in rules)

@@ -6,23 +6,39 @@ every rule samples the same trajectories and waits for the same tools and verdic
 
 import collections
 import dataclasses
+import statistics
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
+from thundersync_jax.measure import replay
 from thundersync_jax.metrics.learner_clock import Ran
 from thundersync_jax.metrics.progress import Progress
-from thundersync_jax.metrics.timing import StepTiming, predicted_step_secs, step_timing
-from thundersync_jax.metrics.timing import release_secs as release_times
+from thundersync_jax.metrics.timing import (
+    StepTiming,
+    predicted_step_secs,
+    release_secs,
+    step_timing,
+)
 from thundersync_jax.run.run import Run
-from thundersync_jax.run.step import Step, run_step
+from thundersync_jax.run.step import Step, roll_out, run_step
+from thundersync_jax.stream import padding
 from thundersync_jax.stream.schedule import Prompt, TurnCall
-from thundersync_jax.types import Span
+from thundersync_jax.types import Span, Trajectory
+from thundersync_jax.view.display import Display, ReleaseRow
 
 Tree = Any
+_LOOK_SECS = 0.002  # between two looks at a device's memory
+_CLOSING_TRIES = 3  # steps, until one has a gradient to compare
+TOLERANCE = 0.1  # relative, within which rollouts take as long as the learner
+_AIM = 0.03  # the same, at which calibration stops
+_PASSES = 5  # over the steps, at most
+_LEAST_SCALE = 0.02  # of latencies: below it decoding alone takes longer
+LEAST_GAIN = 0.05  # of full calls, to be used: their last one keeps a step waiting
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,6 +141,55 @@ def compare(
     return results
 
 
+def closing_comparison(run: Run, display: Display, params: Tree, version: int) -> None:
+    """Prints one more step of a run under every release rule.
+
+    Args:
+      run: A run whose steps have ended; its sampler holds `params`.
+      display: Prints the table.
+      params: The final parameters.
+      version: Their policy version.
+    """
+    first = run.config.steps + 1
+    for step in range(first, first + _CLOSING_TRIES):
+        lives = compare(run, params, version, step)
+        batch = lives["batch"].step
+        if batch.report.gradient_norm > 0:
+            break
+    control, differences = None, dict.fromkeys(lives)
+    if batch.report.gradient_norm > 0:
+        control = replay.control_difference(
+            run, params, batch.trajectories, batch.gradient, seed=step
+        )
+        differences = {
+            release: replay.relative_difference(one.step.gradient, batch.gradient)
+            for release, one in lives.items()
+        }
+    display.closing_table(
+        [
+            ReleaseRow(
+                release=release,
+                step_secs=one.timing.step_secs,
+                idle_fraction=one.timing.idle_fraction,
+                tail_secs=one.timing.tail_secs,
+                predicted_secs=one.predicted_secs,
+                difference=differences[release],
+                control=control,
+            )
+            for release, one in lives.items()
+        ]
+    )
+    if not run.config.loss.has_additive:
+        groups: dict[int, list[float]] = {}
+        for (group, _), advantage in batch.advantages.items():
+            groups.setdefault(group, []).append(advantage)
+        idle = sum(not any(advantages) for advantages in groups.values())
+        display.line(
+            f"{idle} of {len(groups)} groups have advantages of 0 alone, no gradient: "
+            "only batch and group release know in time."
+        )
+
+
 def predicted_secs(
     step: Step, arrivals: Sequence[float], boundary_secs: float, replicas: int
 ) -> float:
@@ -141,16 +206,29 @@ def predicted_secs(
     return predicted_step_secs(times, [*work, 0.0], boundary_secs)
 
 
+def released_secs(
+    step: Step, release: str, judged: bool
+) -> dict[tuple[int, int], float]:
+    """When a rule lets the gradient of each (group, member) start.
+
+    Args:
+      step: What the step brought; its failed members hold up their group as well.
+      release: "batch", "group" or "trajectory".
+      judged: Whether rewards are in the loss, and verdicts therefore waited for.
+    """
+    failed = {failed.key[1:3]: failed.secs for failed in step.failures}
+    ended = step.rewarded_secs if judged else step.completed_secs
+    return release_secs(ended | failed, release)
+
+
 def _arrivals(step: Step, release: str, judged: bool) -> list[float]:
     """When each call might begin: at the release of its last sample.
 
     A turn once it is scored; a replay once its trajectory is complete; a shared prompt
     once the last of its group is released.
     """
-    failed = {failed.key[1:3]: failed.secs for failed in step.failures}
-    ended = step.rewarded_secs if judged else step.completed_secs
     rule = "trajectory" if release == "turn" else release
-    released = release_times(ended | failed, rule)
+    released = released_secs(step, rule, judged)
 
     def arrival(call):
         if isinstance(call, Prompt):
@@ -173,7 +251,76 @@ def _dispatch_secs(calls: Sequence[Ran], arrivals: Sequence[float]) -> list[floa
     return waits
 
 
-_LOOK_SECS = 0.002
+def sample(
+    run: Run, params: Tree, version: int, step: int
+) -> tuple[list[Trajectory], float]:
+    """Rolls a step out as a benchmark will: with a sampler that remembers nothing.
+
+    Returns:
+      As `roll_out`.
+    """
+    run.publish(params, version)
+    return roll_out(run, step, version)
+
+
+def kinds(run: Run, trajectories: Iterable[Trajectory]) -> list[Any]:
+    """The bucket of each trajectory, as the learner has it."""
+
+    def bucket(one):
+        found = padding.shapes(run.samples.whole(one).tree)
+        prompt = run.samples.prompt(one.key.step, one.key.group)
+        return found if prompt is None else (*found, padding.shapes(prompt.tree))
+
+    return [bucket(one) for one in trajectories]
+
+
+def learner_secs(
+    run: Run, params: Tree, trajectories: Sequence[Trajectory], rows: int
+) -> float:
+    """L of the batch rule, seconds of gradient work with so many rows per call."""
+    run.clock.take()
+    replay.replay(run, params, replay.in_order(trajectories), "batch", rows)
+    return sum(ran.secs for ran in run.clock.take())
+
+
+def scale_latencies(
+    run: Run, params: Tree, version: int, steps: Sequence[int], wanted_secs: float
+) -> list[tuple[float, float]]:
+    """Sets `run.latency_scale` so that the median rollout takes `wanted_secs`.
+
+    Returns:
+      The scales that were tried, with the median R of the steps; the best one is set.
+    """
+    tried: list[tuple[float, float]] = []
+    while True:
+        secs = statistics.median(
+            sample(run, params, version, step)[1] for step in steps
+        )
+        tried.append((run.latency_scale, secs))
+        best = min(tried, key=lambda entry: abs(entry[1] / wanted_secs - 1))
+        enough = min(scale for scale, _ in tried) < _LEAST_SCALE
+        enough |= abs(best[1] / wanted_secs - 1) <= _AIM or len(tried) == _PASSES
+        if enough:
+            run.latency_scale = best[0]
+            return tried
+        run.latency_scale = next_scale(tried, wanted_secs)
+
+
+def next_scale(tried: Sequence[tuple[float, float]], wanted_secs: float) -> float:
+    """The next guess: R grows about linearly with the scale.
+
+    Args:
+      tried: (scale, R in seconds), the newest last.
+      wanted_secs: R that is asked for.
+    """
+    scale, secs = tried[-1]
+    if len(tried) > 1:
+        before, before_secs = tried[-2]
+        slope = (secs - before_secs) / (scale - before) if scale != before else 0.0
+        guess = scale + (wanted_secs - secs) / slope if slope > 0 else 0.0
+        if guess > 0:
+            return float(np.clip(guess, scale / 4, scale * 4))
+    return scale * float(np.clip(wanted_secs / secs, 0.1, 10.0))
 
 
 class PeakBytes:

@@ -1,7 +1,7 @@
-"""Pictures of a run: step time and timeline per release rule, and success over time.
+"""Pictures of steps: where their time goes, under one release rule or several.
 
-matplotlib (the extra `plots`) is imported where it is used, through its object
-interface: no global state, no window.
+What whole runs come to is in module `curves`. matplotlib (the extra `plots`) is
+imported where it is used, through its object interface: no global state, no window.
 """
 
 import importlib.util
@@ -23,7 +23,7 @@ DECODE, WAIT = "#2c5f98", "#c0d3e8"
 VERIFY, TEACHER = "#e2a336", "#9467a8"
 DIRECT, STREAMED = "#93d1b8", "#15926b"
 BOUNDARY = "#c2502e"
-_INK, _FAINT, _LANE = "#2b2f33", "#868c93", "#f2f2f2"
+INK, FAINT, LANE = "#2b2f33", "#868c93", "#f2f2f2"
 _DPI = 160
 _TIMELINE_COLORS = {
     "decode": DECODE,
@@ -43,8 +43,8 @@ _BAR_COLORS = {
 _LEARNER_SHARE = 0.16  # of a panel's height, all replicas together
 
 
-class _Unit(NamedTuple):
-    """What a time axis counts in."""
+class Unit(NamedTuple):
+    """What a time axis counts in, and how many seconds that is."""
 
     name: str
     short: str
@@ -52,15 +52,6 @@ class _Unit(NamedTuple):
 
     def text(self, secs: float) -> str:
         return f"{secs / self.secs:.2f} {self.short}"
-
-
-class SuccessPoint(NamedTuple):
-    """One held-out evaluation."""
-
-    wall_secs: float  # since the run began
-    success: float  # share
-    low: float  # its 95 % interval
-    high: float
 
 
 class Bar(NamedTuple):
@@ -90,26 +81,26 @@ def draw_timeline(
     """
     panels = {name: list(spans) for name, spans in panels.items() if spans}
     count = max(len(panels), 1)
-    figure = _figure(9.6, 0.9 + 2.2 * count)
+    figure = new_figure(9.6, 0.9 + 2.2 * count)
     axes = figure.subplots(count, 1, sharex=True, squeeze=False)[:, 0]
     lengths = {name: _end(spans) - _start(spans) for name, spans in panels.items()}
     longest = max(lengths.values(), default=1.0)
-    unit = _unit(longest)
+    unit = unit_of(longest)
     for axis, (name, spans) in zip(axes, panels.items(), strict=False):
         lane = _draw_panel(axis, spans, longest)
         _annotate(axis, name, spans, unit, lengths.get("batch"))
         saved = lengths.get("batch", 0.0) - lengths[name]
         if saved > 0.1 * longest:  # narrower, the words would not fit
             _draw_saved(axis, lengths[name], saved, lane, unit)
-        _quiet(axis)
+        quiet(axis)
         axis.tick_params(axis="y", length=0)
         if axis is not axes[-1]:
             axis.spines["bottom"].set_visible(False)
             axis.tick_params(axis="x", length=0)
-    _time_axis(axes[-1], 1.01 * longest, unit, "since the step began")
+    time_axis(axes[-1], 1.01 * longest, unit, "since the step began")
     taught = any(s.track == "teacher" for spans in panels.values() for s in spans)
     colors = {k: c for k, c in _TIMELINE_COLORS.items() if taught or k != "teacher"}
-    _legend(axes[0], colors, {"last reward": ("|", 10)}, 1.14)
+    legend(axes[0], colors, {"last reward": ("|", 10)}, 1.14)
     figure.savefig(path)
 
 
@@ -120,69 +111,26 @@ def draw_bars(path: str | os.PathLike[str], bars: Mapping[str, Bar]) -> None:
       path: Of the picture.
       bars: By release rule, one step each at least; from the top in their order.
     """
-    figure = _figure(9.6, 1.25 + 0.62 * max(len(bars), 1))
+    figure = new_figure(9.6, 1.25 + 0.62 * max(len(bars), 1))
     axis = figure.subplots()
     middles = {name: median(bar.step_secs) for name, bar in bars.items()}
     ends = [max(*bar.step_secs, bar.predicted_secs) for bar in bars.values()]
     longest = max(ends, default=1.0)
-    unit = _unit(longest)
+    unit = unit_of(longest)
     for row, (name, bar) in enumerate(bars.items()):
         _draw_parts(axis, row, bar, middles[name])
         text = unit.text(middles[name])
         if "batch" in middles and name != "batch":
             text += f"   {middles['batch'] / middles[name]:.2f}x"
         end = max(middles[name], bar.predicted_secs)
-        axis.text(end, row, f"   {text}", va="center", color=_INK, fontsize=9.5)
+        axis.text(end, row, f"   {text}", va="center", color=INK, fontsize=9.5)
     axis.set_ylim(max(len(bars), 1) - 0.42, -0.5)
-    _time_axis(axis, 1.19 * longest, unit, "since the step began")
+    time_axis(axis, 1.19 * longest, unit, "since the step began")
     marks = {"step time by the formula": ("|", 10), "a step": ("o", 4)}
-    _legend(axis, _BAR_COLORS, marks, 1.05)
-    _quiet(axis)
+    legend(axis, _BAR_COLORS, marks, 1.05)
+    quiet(axis)
     axis.set_yticks(range(len(bars)), list(bars), fontsize=11, fontweight="bold")
     axis.tick_params(axis="y", length=0)
-    figure.savefig(path)
-
-
-def draw_success(
-    path: str | os.PathLike[str],
-    points: Sequence[SuccessPoint | tuple[float, float, float, float]],
-    warm_start_secs: float = 0.0,
-) -> None:
-    """Draws held-out success against wall-clock time.
-
-    Args:
-      path: Of the picture.
-      points: Evaluations in the order of time.
-      warm_start_secs: When the warm start ended; shaded up to there.
-    """
-    points = [SuccessPoint(*point) for point in points]
-    last = max([*(point.wall_secs for point in points), warm_start_secs, 1e-9])
-    unit = _unit(last)
-    figure = _figure(7.2, 4.0)
-    axis = figure.subplots()
-    secs = [point.wall_secs for point in points]
-    low, high, success = ([100 * point[i] for point in points] for i in (2, 3, 1))
-    axis.fill_between(secs, low, high, color=DECODE, alpha=0.16, linewidth=0)
-    axis.plot(secs, success, "o-", color=DECODE, linewidth=2, markersize=4.5, zorder=3)
-    axis.lines[-1].set_clip_on(False)  # whole markers at 0 and at 100 %
-    if warm_start_secs > 0:
-        axis.axvspan(0, warm_start_secs, color=_LANE, zorder=0)
-        narrow = warm_start_secs < 0.16 * last
-        place = {"ha": "center", "va": "top", "rotation": 90 if narrow else 0}
-        axis.text(warm_start_secs / 2, 97, "warm start", color=_FAINT, **place)
-    warm = [point for point in points if point.wall_secs <= warm_start_secs]
-    for point in warm[-1:]:
-        left = point.wall_secs > 0.1 * last  # else it would leave the picture
-        _label(axis, point, (-8 if left else 8, 8), "right" if left else "left")
-    for point in points[len(warm) :][-1:]:
-        _label(axis, point, (9, 0), "left")
-    _time_axis(axis, 1.09 * last, unit, "of wall-clock time")
-    axis.set_ylim(0, 100)
-    axis.yaxis.set_major_formatter(lambda share, _: f"{share:g}%")
-    title = "Held-out success with its 95% interval"
-    axis.set_title(title, loc="left", color=_INK, fontsize=11, fontweight="bold")
-    axis.grid(axis="y", color=_LANE)
-    _quiet(axis)
     figure.savefig(path)
 
 
@@ -208,7 +156,7 @@ def _draw_panel(axis: "Axes", spans: Sequence[Span], longest: float) -> float:
     each = height / len(lanes)
     for place, lane in enumerate(lanes):
         top = bottom + place * each
-        axis.broken_barh([(0, end - start)], (top, 0.9 * each), color=_LANE)
+        axis.broken_barh([(0, end - start)], (top, 0.9 * each), color=LANE)
         calls = [s for s in spans if s.track == "learner" and s.lane == lane]
         work = sum(s.end_secs - s.start_secs for s in calls)
         edge = 0.4 if work > len(calls) * longest / 150 else 0.0
@@ -239,34 +187,34 @@ def _draw_parts(axis: "Axes", row: int, bar: Bar, step_secs: float) -> None:
         secs = min(max(secs, 0.0), step_secs - left)
         axis.broken_barh([(left, secs)], (top, thick), color=color, linewidth=0)
         left += secs
-    axis.vlines(bar.predicted_secs, top - 0.07, top + thick, color=_INK)
+    axis.vlines(bar.predicted_secs, top - 0.07, top + thick, color=INK)
     below = [top + thick + 0.07] * len(bar.step_secs)
-    axis.plot(bar.step_secs, below, "o", color=_INK, alpha=0.5, markersize=3, mew=0)
+    axis.plot(bar.step_secs, below, "o", color=INK, alpha=0.5, markersize=3, mew=0)
 
 
 def _annotate(
     axis: "Axes",
     name: str,
     spans: Sequence[Span],
-    unit: "_Unit",
+    unit: Unit,
     batch_secs: float | None,
 ) -> None:
     timing = step_timing(spans, _start(spans), _end(spans))
     text = f"{unit.text(timing.step_secs)}     learner idle {timing.idle_fraction:.0%}"
     if batch_secs and name != "batch":
         text += f"     {batch_secs / timing.step_secs:.2f}x batch"
-    axis.set_title(name, loc="left", color=_INK, fontweight="bold", fontsize=11)
-    axis.set_title(text, loc="right", color=_INK, fontsize=9.5)
-    axis.axvline(timing.rollout_secs, color=_INK, linewidth=0.8, linestyle=(0, (4, 3)))
+    axis.set_title(name, loc="left", color=INK, fontweight="bold", fontsize=11)
+    axis.set_title(text, loc="right", color=INK, fontsize=9.5)
+    axis.axvline(timing.rollout_secs, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
     axis.axvline(timing.step_secs, color=BOUNDARY, linewidth=1.4)
 
 
 def _draw_saved(
-    axis: "Axes", step_secs: float, saved: float, lane: float, unit: "_Unit"
+    axis: "Axes", step_secs: float, saved: float, lane: float, unit: Unit
 ) -> None:
     batch_secs = step_secs + saved
-    axis.axvline(batch_secs, color=_FAINT, linewidth=0.8, linestyle=(0, (1, 2)))
-    arrow = {"arrowstyle": "->", "color": _FAINT, "shrinkA": 0, "shrinkB": 3}
+    axis.axvline(batch_secs, color=FAINT, linewidth=0.8, linestyle=(0, (1, 2)))
+    arrow = {"arrowstyle": "->", "color": FAINT, "shrinkA": 0, "shrinkB": 3}
     axis.annotate("", (step_secs, lane), (batch_secs, lane), arrowprops=arrow)
     axis.text(
         step_secs + saved / 2,
@@ -274,38 +222,23 @@ def _draw_saved(
         f"{unit.text(saved)} sooner",
         ha="center",
         va="center",
-        color=_INK,
+        color=INK,
         fontsize=9,
         bbox={"facecolor": "white", "edgecolor": "none", "pad": 3},
     )
 
 
-def _label(
-    axis: "Axes", point: SuccessPoint, offset: tuple[int, int], side: str
-) -> None:
-    axis.annotate(
-        f"{point.success:.0%}",
-        (point.wall_secs, 100 * point.success),
-        offset,
-        textcoords="offset points",
-        color=DECODE,
-        fontweight="bold",
-        ha=side,
-        va="center",
-    )
-
-
-def _time_axis(axis: "Axes", right_secs: float, unit: "_Unit", since: str) -> None:
+def time_axis(axis: "Axes", right_secs: float, unit: Unit, since: str) -> None:
     from matplotlib.ticker import MaxNLocator
 
     locator = MaxNLocator(8, steps=[1, 2, 5, 10])
     ticks = locator.tick_values(0, right_secs / unit.secs)
     axis.set_xticks([unit.secs * tick for tick in ticks], [f"{t:g}" for t in ticks])
     axis.set_xlim(0, right_secs)
-    axis.set_xlabel(f"{unit.name} {since}", color=_INK)
+    axis.set_xlabel(f"{unit.name} {since}", color=INK)
 
 
-def _legend(
+def legend(
     axis: "Axes",
     colors: Mapping[str, str],
     marks: Mapping[str, tuple[str, float]],
@@ -318,7 +251,7 @@ def _legend(
     entries = [Patch(color=color, label=label) for label, color in colors.items()]
     for label, (marker, size) in marks.items():
         style = {"linestyle": "None", "marker": marker, "markersize": size}
-        entries.append(Line2D([], [], color=_INK, label=label, **style))
+        entries.append(Line2D([], [], color=INK, label=label, **style))
     axis.legend(
         handles=entries,
         loc="lower left",
@@ -331,7 +264,7 @@ def _legend(
         handlelength=1.1,
         handletextpad=0.5,
         columnspacing=1.5,
-        labelcolor=_INK,
+        labelcolor=INK,
     )
 
 
@@ -365,12 +298,12 @@ def _by_finish(spans: Sequence[Span]) -> dict[str, int]:
     return {lane: row for row, lane in enumerate(sorted(finish, key=finish.get))}
 
 
-def _unit(longest_secs: float) -> _Unit:
+def unit_of(longest_secs: float) -> Unit:
     if longest_secs < 600:
-        return _Unit("seconds", "s", 1.0)
+        return Unit("seconds", "s", 1.0)
     if longest_secs < 3 * 3600:
-        return _Unit("minutes", "min", 60.0)
-    return _Unit("hours", "h", 3600.0)
+        return Unit("minutes", "min", 60.0)
+    return Unit("hours", "h", 3600.0)
 
 
 def _start(spans: Sequence[Span]) -> float:
@@ -381,14 +314,14 @@ def _end(spans: Sequence[Span]) -> float:
     return max(span.end_secs for span in spans)
 
 
-def _quiet(axis: "Axes") -> None:
+def quiet(axis: "Axes") -> None:
     axis.spines[["top", "right", "left"]].set_visible(False)
-    axis.spines["bottom"].set_color(_FAINT)
-    axis.tick_params(colors=_INK, labelsize=9)
+    axis.spines["bottom"].set_color(FAINT)
+    axis.tick_params(colors=INK, labelsize=9)
     axis.set_axisbelow(True)
 
 
-def _figure(width: float, height: float) -> "Figure":
+def new_figure(width: float, height: float) -> "Figure":
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
