@@ -322,6 +322,7 @@ def test_what_a_resume_may_change_is_declared_beside_the_fields():
     changeable = [s.name for s in settings(Config()) if s.changeable]
     assert changeable == [
         "steps",
+        "closing_comparison",
         *(f"rollout.{name}" for name in rollout),
         *(f"vllm.{name}" for name in [*vllm, "publish_timeout_secs"]),
         "teacher.request_timeout_secs",

@@ -59,7 +59,7 @@ class Config:
     group_sum_bytes: int | None = None  # per device, for those sums; none: device says
     partial_groups: PartialGroups = "drop"  # what a group with failed members does
     uniform_groups: UniformGroups = "keep"  # what one does whose rewards are all equal
-    closing_comparison: bool = False  # one more step under every rule, at the end
+    closing_comparison: bool = changeable(False)  # one more step under every rule
     model: ModelConfig = field(default_factory=ModelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     loss: LossConfig = field(default_factory=LossConfig)
