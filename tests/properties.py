@@ -29,7 +29,7 @@ from hypothesis import strategies as st
 
 from thundersync_jax import GradientStream
 from thundersync_jax.errors import StreamError
-from thundersync_jax.stream.replica import IN_FLIGHT, Replica
+from thundersync_jax.stream.mesh import IN_FLIGHT, Replica
 
 PARAMS = oracle.params()
 ADVANTAGES = 1e-9  # float64, relative to the largest of the scope

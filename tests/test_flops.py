@@ -14,7 +14,7 @@ from thundersync_jax.config import LossConfig, ModelConfig
 from thundersync_jax.models import layers, transformer
 from thundersync_jax.run import objective
 from thundersync_jax.stream import mesh, surrogate
-from thundersync_jax.stream.replica import Replica
+from thundersync_jax.stream.mesh import Replica
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 
@@ -71,8 +71,11 @@ def gradient_call(fsdp, tensor):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(surrogate, "gradient", counted)
-        replica = Replica(POLICY, parameters(fsdp, tensor))
-        found, _ = replica.gradient([sample], np.array([[1.0, 0.0]]))
+        replica = Replica(parameters(fsdp, tensor))
+        weights, samples = np.array([[1.0, 0.0]]), replica.put((sample,))
+        found, _ = replica.start(
+            surrogate.gradient, POLICY, replica.params, None, samples, weights
+        )
     (count,) = flops
     return jax.device_get(found), count
 

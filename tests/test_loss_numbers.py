@@ -18,7 +18,7 @@ from thundersync_jax.config import LossConfig
 from thundersync_jax.ops import losses
 from thundersync_jax.run import objective
 from thundersync_jax.stream import mesh, sums
-from thundersync_jax.stream.replica import Replica
+from thundersync_jax.stream.mesh import Replica
 from thundersync_jax.stream.schedule import RELEASES
 from thundersync_jax.train import _from_report
 

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from thundersync_jax import GradientStream, advantages
 from thundersync_jax.config import LossConfig
 from thundersync_jax.stream import mesh, segments
-from thundersync_jax.stream.replica import IN_FLIGHT, Replica
+from thundersync_jax.stream.mesh import IN_FLIGHT, Replica
 from thundersync_jax.stream.schedule import RELEASES, Prompt
 
 pytestmark = pytest.mark.usefixtures("quick_programs")

@@ -8,7 +8,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from thundersync_jax import GradientStream, Surrogate, advantages, pad
 from thundersync_jax.stream import accumulator, mesh
-from thundersync_jax.stream.replica import Replica
+from thundersync_jax.stream.mesh import Replica
 from thundersync_jax.stream.schedule import RELEASES
 
 pytestmark = pytest.mark.usefixtures("quick_programs")

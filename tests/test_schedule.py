@@ -158,7 +158,7 @@ def test_group_is_kept_while_anyone_survives(failed):
         for member in range(2)
     ]
     assert closes == [None, Close("a", "kept" if failed < 2 else "dropped")]
-    assert list(schedule.survivors("a")) == list(range(failed, 2))
+    assert list(schedule.roster.survivors("a")) == list(range(failed, 2))
     assert drain(schedule) == [("a", m) for m in range(failed, 2)]
 
 
@@ -310,7 +310,7 @@ def test_outstanding_members_are_those_without_verdict_or_tokens():
     settle(schedule, "a", 0)
     schedule.complete("a", 1)
     schedule.reward("a", 2, 1.0)
-    assert schedule.outstanding() == [("a", 1), ("a", 2), ("a", 3)]
+    assert schedule.roster.outstanding() == [("a", 1), ("a", 2), ("a", 3)]
 
 
 def rewarded(schedule, group, rewards):
@@ -334,7 +334,7 @@ def test_third_distinct_reward_waits_until_its_group_is_complete(exact):
     extra = 2 if exact else None
     order = (2, 5, 4) if exact else (2, 4, 5)  # reward by reward, or as they are
     assert late == [([("a", member)], extra) for member in order]
-    assert (schedule.waited, schedule.waited_for_sum) == (2, 2)
+    assert (schedule.waited, schedule.waited_for_bucket) == (2, 2)
 
 
 def test_exact_sums_of_a_complete_group_go_on_where_they_lie():
@@ -391,4 +391,4 @@ def test_sums_that_no_advantage_multiplies_take_any_reward():
     schedule.open_group("a", 4)
     calls = rewarded(schedule, "a", (0.0, 1.0, 2.0))
     assert calls == [([("a", member)], 0) for member in range(3)]
-    assert schedule.waited_for_sum == 0
+    assert schedule.waited_for_bucket == 0

@@ -78,7 +78,7 @@ class Witness:
     def waiting(self, unit):
         """Samples of the unit that were not started, with their rewards."""
         return [
-            (key, self.schedule.survivors(key[0]).get(key[1]))
+            (key, self.schedule.roster.survivors(key[0]).get(key[1]))
             for key in self.given - self.taken.keys()
             if unit in (BATCH, key[0]) and key[0] not in self.lost
         ]
@@ -107,7 +107,7 @@ class Witness:
         self.early += early
         self.shared += len(call.items) > 1
         unit = BATCH if self.rules["scope"] == "batch" else call.items[0].group
-        rewards = {self.schedule.reward_of(item) for item in call.items}
+        rewards = {self.schedule.roster.reward_of(item) for item in call.items}
         assert len(rewards) == 1
         key = call.place, rewards.pop() if self.rules["exact"] else None
         owner, items = self.sums.setdefault(key, (unit, []))
@@ -142,11 +142,11 @@ def test_every_sample_of_a_kept_group_is_taken_exactly_once(
         seen = Witness(rng, release, **rules)
         seen.step()
         assert seen.closed == set(seen.groups)
-        assert not seen.schedule.outstanding()
+        assert not seen.schedule.roster.outstanding()
         kept = {
             (group, member): reward
             for group in seen.closed - seen.lost
-            for member, reward in seen.schedule.survivors(group).items()
+            for member, reward in seen.schedule.roster.survivors(group).items()
         }
         expected = {key for key in seen.given if key[:2] in kept}
         assert {key for key in seen.taken if key[0] not in seen.lost} == expected

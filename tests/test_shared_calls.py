@@ -16,7 +16,7 @@ from toy_stream import MEAN, additive, toy, weighted
 from thundersync_jax import GradientStream, Surrogate, advantages, pad
 from thundersync_jax.errors import StreamError
 from thundersync_jax.stream import accumulator, mesh
-from thundersync_jax.stream.replica import IN_FLIGHT, Replica
+from thundersync_jax.stream.mesh import IN_FLIGHT, Replica
 
 PARTS = {
     "weighted": oracle.weighted_only,

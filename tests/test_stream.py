@@ -17,7 +17,7 @@ import stories
 from toy_stream import feed, toy
 
 from thundersync_jax import GradientStream, Surrogate, advantages
-from thundersync_jax.stream.replica import IN_FLIGHT, Replica
+from thundersync_jax.stream.mesh import IN_FLIGHT, Replica
 from thundersync_jax.stream.schedule import RELEASES
 
 ESTIMATORS = {

@@ -10,7 +10,7 @@ import pytest
 from toy_stream import feed, toy, weighted
 
 from thundersync_jax import GradientStream, Surrogate, advantages
-from thundersync_jax.stream.replica import IN_FLIGHT, Replica
+from thundersync_jax.stream.mesh import IN_FLIGHT, Replica
 from thundersync_jax.stream.schedule import RELEASES
 
 SAME_NUMBER = {

@@ -19,7 +19,7 @@ from thundersync_jax.config import LossConfig, ModelConfig
 from thundersync_jax.models import layers, transformer
 from thundersync_jax.run import objective, samples
 from thundersync_jax.stream import mesh
-from thundersync_jax.stream.replica import IN_FLIGHT, Replica
+from thundersync_jax.stream.mesh import IN_FLIGHT, Replica
 from thundersync_jax.stream.schedule import RELEASES
 from thundersync_jax.types import StopReason, Trajectory, TrajectoryKey
 

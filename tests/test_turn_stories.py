@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from thundersync_jax.errors import StreamError
 from thundersync_jax.stream import mesh, segments
-from thundersync_jax.stream.replica import IN_FLIGHT, Replica
+from thundersync_jax.stream.mesh import IN_FLIGHT, Replica
 from thundersync_jax.stream.turn_stream import TurnStream
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
@@ -157,8 +157,8 @@ def test_any_order_of_events_is_the_gradient_of_what_is_kept(
         tell(rng, stream, groups, prompts)
         kept = check(*stream.finish(), groups, partial, params, denominator)
         check_calls(calls, kept)
-        assert sorted(stream._turns._free) == list(range(places))
-        assert not stream._places
+        assert sorted(stream._schedule._free) == list(range(places))
+        assert not stream._learner._trajectories
         lost += sum(map(len, groups.values())) - len(kept)
     assert lost > 2
 

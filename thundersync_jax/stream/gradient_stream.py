@@ -10,34 +10,32 @@ order of events changes nothing but the rounding of sums, and with exact sums no
 that. It knows no model, no environment and no optimizer, and it starts no thread.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from thundersync_jax.ops.advantages import Estimator
-from thundersync_jax.stream import padding, refusals
-from thundersync_jax.stream.base import Lifetime
-from thundersync_jax.stream.coefficients import Coefficients
+from thundersync_jax.stream import refusals
+from thundersync_jax.stream.base import Stream
 from thundersync_jax.stream.learner import Learner
-from thundersync_jax.stream.ledger import (
-    Computed,
-    Denominator,
-    Ledger,
-    PartialGroups,
-    Report,
-)
-from thundersync_jax.stream.ledger import SampleRecord as Record
+from thundersync_jax.stream.ledger import Computed
 from thundersync_jax.stream.padding import Padded
-from thundersync_jax.stream.refusals import Accumulator, UniformGroups
-from thundersync_jax.stream.schedule import BATCH, Call, Close, Release, Rules, Schedule
+from thundersync_jax.stream.refusals import (
+    Accumulator,
+    Denominator,
+    PartialGroups,
+    UniformGroups,
+)
+from thundersync_jax.stream.schedule import BATCH, Call, Release, Rules, Schedule
 from thundersync_jax.stream.segments import Segments
-from thundersync_jax.stream.surrogate import Surrogate
+from thundersync_jax.stream.surrogate import Structure, Surrogate
 
 Tree = Any
 
 
-class GradientStream:
+class GradientStream(Stream):
     """Collects one step and returns its gradient. One thread owns a stream.
 
     What it refuses changes nothing and the stream goes on. An error half-way through a
@@ -107,37 +105,36 @@ class GradientStream:
             denominator, release=release, partial_groups=partial_groups,
             uniform_groups=uniform_groups, accumulator=accumulator,
         )  # fmt: skip
-        refusals.check_uniform(uniform_groups, estimator)
+        refusals.check_uniform(uniform_groups, estimator is not None)
         refusals.check_count("rows_per_call", rows_per_call, "give at least 1")
-        self._learner = Learner(surrogate, params, frozen, accumulator, on_compile)
         self._estimator = estimator
         self._coefficients = Coefficients(estimator)
-        self._scope = self._coefficients.scope
-        self._lossy = "drop" in (partial_groups, uniform_groups)
         self._exact = accumulator == "exact"
-        few = self._scope != "member" and (self._exact or not estimator.affine)
-        self._schedule = Schedule(
-            Rules(
-                release,
-                places=refusals.places(release, self._scope, self._lossy, open_groups),
-                scope=self._scope,
-                rewards=estimator is not None,
-                drop_partial=partial_groups == "drop",
-                drop_uniform=uniform_groups == "drop",
-                most_rewards=2 if few else None,
-                exact=self._exact,
-                rows_per_call=1 if self._exact else rows_per_call,
-                pad_last=pad_last,
-            )
+        scope = self._coefficients.scope
+        lossy = "drop" in (partial_groups, uniform_groups)
+        few = scope != "member" and (self._exact or not estimator.affine)
+        rules = Rules(
+            release,
+            places=refusals.places(release, scope, lossy, open_groups),
+            scope=scope,
+            rewards=estimator is not None,
+            drop_partial=partial_groups == "drop",
+            drop_uniform=uniform_groups == "drop",
+            most_rewards=2 if few else None,
+            exact=self._exact,
+            rows_per_call=1 if self._exact else rows_per_call,
+            pad_last=pad_last,
         )
-        self._ledger = Ledger()
-        self._denominator = denominator
-        self._partial = partial_groups
-        self._version = policy_version
-        self._on_call = on_call
-        self._open: set[int] = set()
-        self._open_max = 0
-        self._life = Lifetime()
+        super().__init__(
+            Schedule(rules),
+            Learner(surrogate, params, frozen, accumulator, on_compile),
+            scope=scope,
+            lossy=lossy,
+            denominator=denominator,
+            partial_groups=partial_groups,
+            policy_version=policy_version,
+            on_call=on_call,
+        )
 
     def open_group(
         self,
@@ -150,22 +147,18 @@ class GradientStream:
 
         Args:
           group: Its name.
-          members: How many.
+          members: Number of trajectories, at least 1.
           baseline: Known beforehand, as one tracked per prompt; subtracted from the
             group's rewards before the estimator sees them.
           prompt: What its members continue, a sample or a `Padded` one, where the
             surrogate is a `Segments`.
         """
-        self._life.check()
-        refusals.check_prompt(group, prompt, self._learner.prompts is not None)
-        if prompt is not None:
-            padded = Padded.of(prompt)
-            refusals.check_some(group, padded.real_tokens)
-            tree = jax.tree.map(padding.sample_leaf, padded.tree)
-        self._schedule.open_group(group, members, refusals.baseline(group, baseline))
-        if prompt is not None:
-            self._ledger.prompts[group] = padded.real_tokens, padded.padded_tokens
-            self._learner.prompts.open(group, tree)
+        self._check_alive()
+        refusals.check_prompt(group, prompt is not None, self._learner.in_pieces)
+        prompt = self._prompt(group, prompt)
+        baseline = refusals.baseline(group, baseline)
+        self._schedule.open_group(group, members, baseline)
+        self._share(group, prompt)
 
     def sample(
         self,
@@ -179,7 +172,7 @@ class GradientStream:
         """Adds a sample to a member; `complete` says that it was the last.
 
         Args:
-          group: As in `open_group`.
+          group: The name given to `open_group`.
           member: Index from 0.
           sample: A pytree of arrays for the surrogate, or a `Padded` one.
           tokens: Its trained tokens, for the denominator "tokens" and the report.
@@ -188,26 +181,17 @@ class GradientStream:
         Raises:
           ValueError: It cannot be used; nothing has changed.
         """
-        self._life.check()
-        refusals.check_version(group, member, policy_version, self._version)
-        needed = self._denominator == "tokens"
-        tokens = refusals.tokens(group, member, tokens, needed)
-        padded = Padded.of(sample)
-        tree = jax.tree.map(padding.sample_leaf, padded.tree)
-        self._schedule.check_incomplete(group, member)
-        bucket = self._learner.bucket(group, tree)
-        refusals.check_behind(group, member, sample, self._ledger.prompts.get(group))
-        parts = self._learner.examine(tree, bucket, self._estimator)
-        if self._exact:
-            alone = parts.additive or self._scope == "member"
-            refusals.check_addends(group, member, len(self._ledger.samples) * alone)
-        item = self._schedule.sample(group, member, bucket)
-        self._ledger.samples[item[:3]] = Record(
-            self._learner.put(tree), tokens, padded.real_tokens, padded.padded_tokens
+        entry, bucket = self._entry(
+            group, member, sample, tokens, policy_version, "a sample"
         )
+        self._check_start(group, member, sample)
+        parts = self._learner.examine(entry.tree, bucket, self._estimator)
+        if self._exact and (parts.additive or self._scope == "member"):
+            refusals.check_addends(group, member, len(self._ledger.samples))
+        item = self._schedule.sample(group, member, bucket)
         self._learner.structure = parts
         self._schedule.weighted = parts.weighted
-        self._version = policy_version if self._version is None else self._version
+        self._enter(item, entry, policy_version)
 
     def complete(
         self,
@@ -218,17 +202,28 @@ class GradientStream:
         tokens: int | None = None,
         policy_version: int | None = None,
     ) -> None:
-        """All tokens of a member are final; `sample` adds its last or only sample."""
+        """All tokens of a member are final.
+
+        Args:
+          group: The name given to `open_group`.
+          member: Index from 0.
+          sample: Its last or only sample, if `sample` has not added that before.
+          tokens: Trained tokens of that sample.
+          policy_version: The version that sampled the member.
+
+        Raises:
+          ValueError: It cannot be used; nothing has changed.
+        """
         if sample is not None:
             self.sample(
                 group, member, sample, tokens=tokens, policy_version=policy_version
             )
         else:
-            self._life.check()
+            self._check_alive()
             refusals.check_no_tokens(group, member, tokens)
             refusals.check_version(group, member, policy_version, self._version)
         close = self._schedule.complete(group, member)
-        self._version = policy_version if self._version is None else self._version
+        self._see(policy_version)
         self._settle(close)
 
     def reward(
@@ -237,7 +232,7 @@ class GradientStream:
         """The verdict on a member is in, before or after `complete`.
 
         Args:
-          group: As in `open_group`.
+          group: The name given to `open_group`.
           member: Index from 0.
           reward: What its advantage follows from.
           raw: The verdict before penalties and the like, by which `uniform_groups`
@@ -247,7 +242,7 @@ class GradientStream:
           ValueError: It is not a finite number (call `fail` for such a member), or the
             stream has no estimator and takes none.
         """
-        self._life.check()
+        self._check_alive()
         value = refusals.reward(group, member, reward, self._estimator)
         if raw is not None:
             raw = refusals.reward(group, member, raw, self._estimator)
@@ -255,119 +250,34 @@ class GradientStream:
         self._ledger.rewards[group, member] = value
         self._settle(close)
 
-    def fail(self, group: Hashable, member: int, reason: str) -> None:
-        """Withdraws a member that is not settled, with whatever it left.
+    def _flush(self) -> None:
+        self._schedule.flush()
+        if self._scope == "batch":
+            self._close_batch()
 
-        Raises:
-          StreamError: `partial_groups` is "fail".
-        """
-        self._life.check()
-        close = self._schedule.fail(group, member)
-        self._ledger.failures[group, member] = reason
-        self._ledger.rewards.pop((group, member), None)
-        if self._partial == "fail":
-            self._life.ended = "ended with a failed member"
-            raise refusals.failed(group, member, reason)
-        self._settle(close)
-
-    def advance(self) -> bool:
-        """Starts ready work on free replicas. Returns whether any is left waiting."""
-        self._life.check()
-        while True:
-            with self._life.or_end():
-                self._fold()
-                replica = self._learner.free
-                if replica is None:
-                    return self._schedule.ready
-                call = self._schedule.next_call(replica)
-                if call is None:
-                    return False
-                self._start(call)
-
-    def finish(self) -> tuple[Tree, Report]:
-        """Ends the step.
-
-        Returns:
-          The gradient, with the structure, shapes and layout of `params`, in float32
-          (float64 for float64 parameters), and the report.
-
-        Raises:
-          ValueError: Members are neither settled nor failed; the stream goes on.
-          StreamError: A gradient is not finite; names the trajectories where one of
-            them is at fault.
-        """
-        self._life.check()
-        refusals.check_settled(self._schedule.outstanding())
-        with self._life.or_end():
-            self._schedule.flush()
-            if self._scope == "batch":
-                self._close_batch()
-        while self.advance():
-            self._learner.wait()
-        self._life.ended = "is finished"
-        ledger, parts = self._ledger, self._learner.structure
-        denominator = ledger.denominator(self._denominator)
-        values = jax.device_get([computed.evaluated for computed in ledger.calls])
-        ledger.check_finite(values, bool(parts and parts.additive))
-        ledger.check_prompts(jax.device_get(ledger.prompt_finite))
-        gradient, norm = self._learner.finish(denominator)
-        ledger.check_norm(norm)
-        report = ledger.report(
-            values,
-            denominator,
-            columns=parts.columns if parts else (),
-            waited=self._schedule.waited,
-            waited_for_bucket=self._schedule.waited_for_sum,
-            compiles=self._learner.compiles,
-            open_groups_max=self._open_max,
-            group_sum_bytes=self._open_max
-            * self._learner.unit_bytes(self._scope, self._lossy),
-            gradient_norm=float(norm),
-        )
-        return gradient, report
-
-    @property
-    def advantages(self) -> dict[tuple[Hashable, int], float]:
-        """Advantages by (group, member), of kept groups whose rewards are in."""
-        return self._ledger.by_member
-
-    @property
-    def lost_groups(self) -> list[Hashable]:
-        """Groups that do not count, dropped or filtered, in order of closing."""
-        return list(self._ledger.lost)
-
-    def _settle(self, close: Close | None) -> None:
-        if close is not None:
-            with self._life.or_end():
-                self._close(close)
-        self.advance()
-
-    def _close(self, close: Close) -> None:
-        group, ledger = close.group, self._ledger
-        if close.verdict != "kept":
-            ledger.lost[group] = close.verdict
-            return
-        survivors = self._schedule.survivors(group)
+    def _keep(self, group: Hashable) -> None:
+        super()._keep(group)
+        survivors = self._schedule.roster.survivors(group)
         rewards = [reward for reward in survivors.values() if reward is not None]
         if len(set(rewards)) == 1:
-            ledger.uniform.add(group)
-        ledger.advantages[group] = dict.fromkeys(survivors, 0.0)
+            self._ledger.uniform.add(group)
         if self._scope != "batch":
             self._coefficients.close(group, rewards)
             self._weigh(group, survivors)
 
     def _close_batch(self) -> None:
         """All rewards of the step are in, which the advantages of each group need."""
-        groups = {g: self._schedule.survivors(g) for g in self._ledger.advantages}
-        rewards = [r for group in groups.values() for r in group.values()]
+        survivors = self._schedule.roster.survivors
+        groups = {group: survivors(group) for group in self._ledger.advantages}
+        rewards = [r for members in groups.values() for r in members.values()]
         self._coefficients.close(BATCH, rewards)
-        for group, survivors in groups.items():
-            self._weigh(group, survivors)
+        for group, members in groups.items():
+            self._weigh(group, members)
 
     def _weigh(self, group: Hashable, survivors: dict[int, float | None]) -> None:
         """Advantages of a kept group, now that they are known."""
-        of = self._coefficients.advantage
-        advantages = {member: of(group, r) for member, r in survivors.items()}
+        advantage = self._coefficients.advantage
+        advantages = {m: advantage(group, reward) for m, reward in survivors.items()}
         self._ledger.advantages[group] = advantages
         parts = self._learner.structure
         if parts and not (parts.additive or parts.sums or parts.maxima):
@@ -378,28 +288,106 @@ class GradientStream:
         for fold in self._schedule.folds():
             self._open.discard(fold.place)
             self._learner.fold(fold, self._coefficients.table(fold.unit))
-        for prompt in self._schedule.prompts() if self._learner.prompts else ():
-            self._learner.close(prompt, self._ledger.record_prompt, self._on_call)
+        self._close_prompts()
+
+    def _next_call(self) -> Call | None:
+        replica = self._learner.free
+        return None if replica is None else self._schedule.next_call(replica)
 
     def _start(self, call: Call) -> None:
         ledger, first = self._ledger, call.items[0]
-        trees = [ledger.samples[item[:3]].tree for item in call.items]
+        rewards = [self._schedule.roster.reward_of(item) for item in call.items]
+        samples = [ledger.samples[item[:3]].tree for item in call.items]
         early = tuple(self._schedule.early(item.group) for item in call.items)
         if early[0] and call.place is not None:
-            self._open.add(call.place)
-            self._open_max = max(self._open_max, len(self._open))
+            self._hold(call.place)
         unit, linear = self._coefficients.unit(first.group), None
         if call.place is not None and self._schedule.by_baseline:
             linear = None if self._exact else unit
-            reward = self._schedule.reward_of(first)
             certain = not self._lossy or first.group in ledger.advantages
-            evaluated = self._learner.unweighed(call, trees, unit, reward, certain)
+            evaluated = self._learner.unweighed(
+                call, samples, unit, rewards[0], certain
+            )
         else:
-            trees += trees[:1] * (call.rows - len(trees))
-            rewards = [self._schedule.reward_of(item) for item in call.items]
-            parts = self._learner.structure[:2]
-            weights = self._coefficients.weights(call, rewards, *parts)
-            evaluated = self._learner.weighed(call, trees, weights, unit)
+            samples += samples[:1] * (call.rows - len(samples))
+            weights = self._coefficients.weights(call, rewards, self._learner.structure)
+            evaluated = self._learner.weighed(call, samples, weights, unit)
         ledger.record_call(Computed(call, early, linear, evaluated))
         if self._on_call:
             self._on_call(call, evaluated.finite)
+
+    def _check_start(self, group: Hashable, member: int, sample: Tree) -> None:
+        """Requires a sample to begin where the prompt of its group ends.
+
+        Only `Padded` ones tell their lengths.
+        """
+        prompt = self._ledger.prompts.get(group)
+        if prompt is None or not isinstance(sample, Padded) or prompt[1] == 1:
+            return
+        start = int(sample.tree["start"])
+        end = start + sample.real_tokens
+        refusals.check_place(group, member, start, prompt[0], end, slots=end)
+
+
+class Coefficients:
+    """What gradients are multiplied by, as the rewards of a step come in.
+
+    An advantage follows from the member's own reward and from the rewards of its
+    *unit*: its group, all groups that count, or nobody else's (scope). Plain float64
+    numbers: tables of advantages by reward, of the units whose rewards are in.
+
+    Args:
+      estimator: Makes them, or None where there are no rewards.
+    """
+
+    def __init__(self, estimator: Estimator | None):
+        self._estimator = estimator
+        self.scope = "member" if estimator is None else estimator.scope
+        self._tables: dict[Hashable, dict[float, float]] = {}
+
+    def unit(self, group: Hashable) -> Hashable:
+        """The name of a group's unit, as in module `schedule`."""
+        return BATCH if self.scope == "batch" else group
+
+    def close(self, unit: Hashable, rewards: Sequence[float]) -> None:
+        """All rewards of a unit are in.
+
+        Raises:
+          ValueError: The estimator does not do what it declares.
+        """
+        if self.scope != "member":
+            self._tables[unit] = self._estimator.table(rewards)
+
+    def advantage(self, group: Hashable, reward: float | None) -> float:
+        """Of a member with this reward; 0 where there are no rewards."""
+        if reward is None:
+            return 0.0
+        if self.scope == "member":
+            return self._estimator.table([reward])[reward]
+        return self._tables[self.unit(group)][reward]
+
+    def weights(
+        self, call: Call, rewards: Sequence[float | None], parts: Structure
+    ) -> np.ndarray:
+        """What the parts of a call's samples are multiplied by.
+
+        Args:
+          call: Of samples of complete units.
+          rewards: One for each of its items, None where there are none.
+          parts: Which parts the surrogate has.
+
+        Returns:
+          float64[rows, 2]: advantage, and 1 where there is something additive.
+        """
+        weights = np.zeros((call.rows, 2))
+        weights[: len(call.items), 1] = parts.additive
+        if parts.weighted:
+            weights[: len(call.items), 0] = [
+                self.advantage(item.group, reward)
+                for item, reward in zip(call.items, rewards, strict=True)
+            ]
+        return weights
+
+    def table(self, unit: Hashable) -> dict[float, float] | None:
+        """Advantages by reward, None where the unit does not count."""
+        return self._tables.get(unit)

@@ -11,12 +11,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from thundersync_jax.stream import mesh, padding, refusals, sums
+from thundersync_jax.stream import mesh, padding, refusals, sums, surrogate
 from thundersync_jax.stream import segments as seg
-from thundersync_jax.stream.prompts import Prompts
-from thundersync_jax.stream.replica import IN_FLIGHT, Replica, wait_for_any
-from thundersync_jax.stream.schedule import Call, Fold, Prompt
-from thundersync_jax.stream.surrogate import Evaluated, Structure, structure, traced
+from thundersync_jax.stream.mesh import IN_FLIGHT, Replica
+from thundersync_jax.stream.schedule import Call, Fold, Prompt, TurnCall, TurnFold
+from thundersync_jax.stream.surrogate import Evaluated, Structure
 
 Tree = Any
 
@@ -25,7 +24,7 @@ class Learner:
     """The device side of one step.
 
     Args:
-      surrogate: The surrogate function, or a `Segments` where groups share prompts.
+      function: The surrogate function, or a `Segments`.
       params: Parameters to differentiate; replicas follow from where they lie.
       frozen: The surrogate's further argument, or None.
       accumulator: "plain" or "exact".
@@ -34,14 +33,12 @@ class Learner:
     Attributes:
       structure: The parts of the surrogate, once a sample was examined.
       compiles: Gradient programs compiled so far.
-      prompts: Those that groups share, or None.
-      replicas: Where gradients are computed.
-      sums: What they add up to.
+      in_pieces: Whether the surrogate is a `Segments`.
     """
 
     def __init__(
         self,
-        surrogate: Callable | seg.Segments,
+        function: Callable | seg.Segments,
         params: Tree,
         frozen: Tree,
         accumulator: str,
@@ -49,35 +46,38 @@ class Learner:
     ):
         self.structure: Structure | None = None
         self.compiles = 0
-        self._surrogate = surrogate
+        self.in_pieces = isinstance(function, seg.Segments)
+        self._function = function
         self._params = jax.tree.map(padding.parameter, params)
         self._frozen = jax.tree.map(padding.device_leaf, frozen)
-        if accumulator == "exact":
-            _check_exact(self._params)
         self._on_compile = on_compile
         views, frozen_views = mesh.split(self._params, self._frozen)
-        self.replicas = [
-            Replica(surrogate, *both) for both in zip(views, frozen_views, strict=True)
-        ]
-        shared = isinstance(surrogate, seg.Segments)
-        refusals.check_replicas(len(views), shared, accumulator)
-        self.prompts = Prompts(self.replicas, accumulator) if shared else None
-        self.sums = sums.KINDS[accumulator](views, self._params)
+        self._replicas = list(map(Replica, views, frozen_views))
+        if accumulator == "exact":
+            for x in jax.tree.leaves(self._params):
+                refusals.check_exact(x.dtype, len(views), self.in_pieces)
+        self._sums = sums.KINDS[accumulator](views, self._params)
         self._sum_bytes = sums.bytes_per_device(self._params, accumulator)
-        arguments = padding.placed((self._params, self._frozen))
-        self._arguments = padding.number(arguments)
-        self._traced = traced(surrogate)
+        self._prompts = (
+            seg.Prompts(function, self._replicas, accumulator)
+            if self.in_pieces
+            else None
+        )
+        self._trajectories: dict[int, seg.OpenTrajectory] = {}  # by place
+        layout = padding.placed((self._params, self._frozen))
+        self._layout = padding.number(layout)
+        self._traced = surrogate.traced(function)
 
     @property
     def free(self) -> int | None:
         """The replica that takes the next call, None while all are busy enough."""
-        load, index = min((r.load, i) for i, r in enumerate(self.replicas))
+        load, index = min((r.load, i) for i, r in enumerate(self._replicas))
         return index if load < IN_FLIGHT else None
 
     @property
     def free_replicas(self) -> set[int]:
         """All replicas that take another call."""
-        return {i for i, r in enumerate(self.replicas) if r.load < IN_FLIGHT}
+        return {i for i, r in enumerate(self._replicas) if r.load < IN_FLIGHT}
 
     def unit_bytes(self, scope: str, lossy: bool) -> int:
         """Bytes per device of the sums that a unit holds while it misses rewards."""
@@ -87,48 +87,49 @@ class Learner:
 
     def wait(self, among: set[int] | None = None) -> None:
         """Blocks until a replica is free; one of these, where some are named."""
-        chosen = range(len(self.replicas)) if among is None else among
-        wait_for_any([self.replicas[i] for i in chosen])
+        chosen = range(len(self._replicas)) if among is None else among
+        mesh.wait_for_any([self._replicas[i] for i in chosen])
 
     def put(self, tree: Tree) -> Tree:
         """Brings a sample to the device early, where it is known which that is."""
-        return self.replicas[0].put(tree) if len(self.replicas) == 1 else tree
+        return self._replicas[0].put(tree) if len(self._replicas) == 1 else tree
 
-    def bucket(self, group: Hashable, tree: Tree) -> Hashable:
+    def open_prompt(self, group: Hashable, sample: Tree) -> None:
+        """Announces the prompt that a group shares."""
+        self._prompts.open(group, sample)
+
+    def bucket(self, group: Hashable, sample: Tree) -> Hashable:
         """What samples have in common that may share a call."""
-        shapes = padding.shapes(tree)
-        if self.prompts is None:
+        shapes = padding.shapes(sample)
+        if self._prompts is None:
             return shapes
-        return *shapes, padding.shapes(self.prompts.tree(group)), group
+        return *shapes, padding.shapes(self._prompts.sample(group)), group
 
-    def examine(self, tree: Tree, bucket: Hashable, estimator: Any) -> Structure:
-        """Looks at the surrogate's parts, once per shape padding."""
-        key, known = (self._arguments, bucket[:3]), self._traced.structures
+    def examine(self, sample: Tree, bucket: Hashable, estimator: Any) -> Structure:
+        """Looks at the surrogate's parts, once per shape signature."""
+        key, known = (self._layout, bucket[:3]), self._traced.structures
         if key not in known:
-            given = self._surrogate, self._params
-            if self.prompts is not None:
-                given = self._with_prompt(bucket[3])
-            known[key] = structure(*given, self._frozen, tree)
+            function, params = self._function, self._params
+            if self._prompts is not None:
+                params = params, self._state_shapes(bucket[3])
+                function = function.joined
+            known[key] = surrogate.structure(function, params, self._frozen, sample)
         refusals.check_parts(known[key], self.structure, estimator)
         return known[key]
 
     def weighed(
-        self, call: Call, trees: Sequence[Tree], weights: np.ndarray, unit: Hashable
+        self, call: Call, samples: Sequence[Tree], weights: np.ndarray, unit: Hashable
     ) -> Evaluated:
         """One gradient of sum_i a_i * weighted_i + b_i * additive_i.
 
         Args:
-          call: Where it goes: to the batch, or to a sum of the unit.
-          trees: Samples [rows].
+          call: Where the gradient goes: to the batch, or to a sum of the unit.
+          samples: `rows` pytrees of one shape signature.
           weights: float64[rows, 2], the numbers (a_i, b_i). Where all are 0 nothing is
             added, whatever the gradient: 0 * NaN is no 0.
-          unit: Whose.
+          unit: Name of the unit that the samples belong to.
         """
-        self._announce(call, "gradient")
-        prompt = self._prompt(call)
-        gradient, evaluated = self.replicas[call.replica].gradient(
-            trees, weights, prompt
-        )
+        gradient, evaluated = self._gradient(call, samples, weights)
         if np.any(weights) and call.place is None:
             self._direct(call, gradient)
         elif np.any(weights):
@@ -138,7 +139,7 @@ class Learner:
     def unweighed(
         self,
         call: Call,
-        trees: Sequence[Tree],
+        samples: Sequence[Tree],
         unit: Hashable,
         reward: float,
         certain: bool,
@@ -147,68 +148,115 @@ class Learner:
 
         Args:
           call: Where the former goes.
-          trees: Samples [rows].
-          unit: Whose.
-          reward: Of all samples.
+          samples: `rows` pytrees of one shape signature.
+          unit: Name of the unit that the samples belong to.
+          reward: Of each of the samples.
           certain: Whether they count, so that the latter goes to the batch.
         """
-        replica, additive = self.replicas[call.replica], None
-        split = self.structure.additive
-        self._announce(call, "gradients" if split else "gradient")
-        prompt = self._prompt(call)
-        if split:
-            weighted, additive, evaluated = replica.parts(trees, prompt)
-            if certain:
-                self._direct(call, additive)
-                additive = None
-        else:
+        if not self.structure.additive:
             # A single part: the other coefficient meets nothing.
-            ones = np.ones((len(trees), 2))
-            weighted, evaluated = replica.gradient(trees, ones, prompt)
+            ones = np.ones((len(samples), 2))
+            weighted, evaluated = self._gradient(call, samples, ones)
+            self._hold(call, unit, reward, weighted, None)
+            return evaluated
+        weighted, additive, evaluated = self._run(
+            "gradients", surrogate.split_gradient, call, samples
+        )
+        if certain:
+            self._direct(call, additive)
+            additive = None
         self._hold(call, unit, reward, weighted, additive)
         return evaluated
 
-    def fold(self, fold: Fold, table: sums.Table | None) -> None:
-        """Adds a unit's sums to the batch with its advantages, or forgets them."""
-        self.sums.fold(fold, table)
-        if self.prompts is not None:
-            self.prompts.fold(fold, table)
-
-    def close(
-        self,
-        prompt: Prompt,
-        record: Callable[[Hashable, Evaluated], None],
-        on_call: Callable[[Prompt, jax.Array], None] | None = None,
-    ) -> None:
-        """Differentiates a prompt: all cotangents of its state are in.
+    def turn(self, call: TurnCall, sample: Tree) -> Evaluated:
+        """Differentiates the next turn of a trajectory, or replays an earlier one.
 
         Args:
-          prompt: On which replicas.
-          record: Told of its group and of what was evaluated, on each.
-          on_call: Called with the prompt on one replica, and an array that is ready
-            when it has ended.
+          call: Which turn, and the place of the trajectory and its sum.
+          sample: The turn; not looked at where it is replayed.
         """
-        for replica, evaluated in self.prompts.close(prompt, self.sums.direct):
-            record(prompt.group, evaluated)
-            if on_call:
-                on_call(prompt._replace(replicas=(replica,)), evaluated.finite)
+        item = call.item
+        if call.place not in self._trajectories:
+            self._trajectories[call.place] = seg.OpenTrajectory(
+                self._function,
+                self._replicas[call.replica],
+                self._shared_state(call.replica, item.group),
+            )
+        trajectory = self._trajectories[call.place]
+        self._announce("replay" if call.replay else "turn", call.replica, item.bucket)
+        if call.replay:
+            gradient, evaluated = trajectory.replay(item.sample)
+        else:
+            gradient, evaluated = trajectory.turn(sample)
+        self._sums.hold(call.as_call, item[:2], None, None, gradient)
+        return evaluated
+
+    def close_trajectory(self, fold: TurnFold, weight: float) -> None:
+        """The sum of a trajectory joins the batch times its weight, or is forgotten."""
+        unit = fold.group, fold.member
+        where = Fold(unit, fold.place, None, (fold.replica,), fold.kept)
+        self._sums.fold(where, None, weight)
+        trajectory = self._trajectories.pop(fold.place, None)
+        if fold.kept and trajectory and self._prompts.sample(fold.group) is not None:
+            shared = self._prompts.on(fold.replica, fold.group)
+            shared.sums.direct(0, trajectory.of_prompt(shared.state, weight))
+
+    def fold(self, fold: Fold, table: sums.Table | None) -> None:
+        """Adds a unit's sums to the batch with its advantages, or forgets them."""
+        self._sums.fold(fold, table)
+        if self._prompts is not None:
+            self._prompts.fold(fold, table)
+
+    def close_prompt(self, prompt: Prompt) -> list[tuple[int, Evaluated]]:
+        """Differentiates a prompt: all cotangents of its state are in.
+
+        Returns:
+          Per replica that it ran on, the index and what was evaluated.
+        """
+        closed = self._prompts.close(prompt)
+        for replica, gradient, _ in closed:
+            self._sums.direct(replica, gradient)
+        return [(replica, evaluated) for replica, _, evaluated in closed]
 
     def finish(self, denominator: float) -> tuple[Tree, jax.Array]:
         """The gradient and its norm; the sums are gone then."""
-        return self.sums.finish(denominator)
+        return self._sums.finish(denominator)
 
-    def announce(
+    def _gradient(self, call: Call, samples: Sequence[Tree], weights: np.ndarray):
+        return self._run("gradient", surrogate.gradient, call, samples, weights)
+
+    def _run(
+        self,
+        what: str,
+        program: Callable,
+        call: Call,
+        samples: Sequence[Tree],
+        *weights: np.ndarray,
+    ) -> Any:
+        """Starts a gradient program on the call's replica."""
+        item, replica = call.items[0], self._replicas[call.replica]
+        self._announce(what, call.replica, item.bucket, call.rows)
+        function, params = self._function, replica.params
+        if self._prompts is not None:
+            state = self._prompts.on(call.replica, item.group).state
+            function, params = function.joined, (params, state)
+        samples = replica.put(tuple(samples))
+        return replica.start(
+            program, function, params, replica.frozen, samples, *weights
+        )
+
+    def _announce(
         self, what: str, replica: int, bucket: Hashable, rows: int = 1
     ) -> None:
-        """Counts a program that is about to compile, and says so.
+        """Counts a program that is about to compile, and reports it.
 
         Args:
           what: It computes of a sample.
-          replica: Where.
+          replica: Index of the replica that runs it.
           bucket: Of the sample, as `bucket` returns it.
           rows: Samples per call.
         """
-        program = (self._arguments, what, rows, replica, bucket[:3])
+        program = (self._layout, what, rows, replica, bucket[:3])
         if program in self._traced.programs:
             return
         self._traced.programs.add(program)
@@ -217,46 +265,32 @@ class Learner:
             shapes = ", ".join(str(shape) for shape, _ in bucket[1])
             self._on_compile(f"{what} of {rows} x {shapes}")
 
-    def _prompt(self, call: Call) -> Tree:
-        if self.prompts is None:
-            return None
-        return self.prompts.of(call.items[0].group, call.replica).state
-
-    def _announce(self, call: Call, what: str) -> None:
-        self.announce(what, call.replica, call.items[0].bucket, call.rows)
-
     def _direct(self, call: Call, gradient: Tree) -> None:
-        if self.prompts is not None:
+        if self._prompts is not None:
             gradient, cotangent = gradient
-            self.prompts.direct(call, cotangent)
-        self.sums.direct(call.replica, gradient)
+            self._prompts.direct(call, cotangent)
+        self._sums.direct(call.replica, gradient)
 
     def _hold(self, call, unit, reward, weighted, additive) -> None:
-        if self.prompts is not None:
+        if self._prompts is not None:
             weighted, of_weighted = weighted or (None, None)
             additive, of_additive = additive or (None, None)
-            self.prompts.hold(call, unit, reward, of_weighted, of_additive)
-        self.sums.hold(call, unit, reward, weighted, additive)
+            self._prompts.hold(call, unit, reward, of_weighted, of_additive)
+        self._sums.hold(call, unit, reward, weighted, additive)
 
-    def _with_prompt(self, group: Hashable):
-        """The surrogate behind a prompt, and the shapes of what it differentiates."""
-        segments, prompt = self._surrogate, self.prompts.tree(group)
-        state = jax.eval_shape(
+    def _shared_state(self, replica: int, group: Hashable) -> seg.State | None:
+        """The state behind the prompt that a group shares, if it shares one."""
+        if self._prompts.sample(group) is None:
+            return None
+        return self._prompts.on(replica, group).state
+
+    def _state_shapes(self, group: Hashable) -> Tree:
+        """Shapes of the state that a group's samples continue."""
+        segments, prompt = self._function, self._prompts.sample(group)
+        return jax.eval_shape(
             lambda: (
                 segments.empty(segments.slots)
                 if prompt is None
                 else seg.prompt_state(segments, self._params, self._frozen, prompt)
             )
         )
-        return segments.joined, (self._params, state)
-
-
-def _check_exact(params: Tree) -> None:
-    """Requires parameters whose gradients exact sums can hold."""
-    for x in jax.tree.leaves(params):
-        if x.dtype.itemsize > 4:
-            raise ValueError(
-                f"accumulator is 'exact' and a parameter of shape {x.shape} is "
-                f"{x.dtype}; exact sums are of at most 32 bits, use float32 parameters "
-                "or accumulator 'plain'"
-            )

@@ -4,15 +4,13 @@ import collections
 import dataclasses
 import math
 from collections.abc import Collection, Hashable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from thundersync_jax.errors import StreamError
+from thundersync_jax.stream.refusals import Denominator
 from thundersync_jax.stream.schedule import BATCH, Call, Item
-
-Denominator = Literal["none", "groups", "trajectories", "tokens"] | float
-PartialGroups = Literal["drop", "keep", "fail"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,11 +87,11 @@ class Report:
 
 
 @dataclasses.dataclass
-class SampleRecord:
-    """One sample: its arrays until they are dispatched, and its lengths."""
+class Entry:
+    """One sample: its arrays until they are dispatched, and its lengths in tokens."""
 
     tree: Any
-    tokens: int
+    tokens: int  # trained
     real_tokens: int
     padded_tokens: int
 
@@ -119,7 +117,7 @@ class Ledger:
     """Collects the facts of a step as they happen."""
 
     def __init__(self):
-        self.samples: dict[tuple[Hashable, int, int], SampleRecord] = {}
+        self.samples: dict[tuple[Hashable, int, int], Entry] = {}
         self.advantages: dict[Hashable, dict[int, float]] = {}  # of kept, closed groups
         self.uniform: set[Hashable] = set()
         self.lost: dict[Hashable, str] = {}  # dropped or filtered, in order of closing

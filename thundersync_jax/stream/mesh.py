@@ -6,7 +6,10 @@ trajectories; only the step boundary sees the whole mesh. Splitting and joining 
 data: they re-label the shards that every device already holds.
 """
 
-from collections.abc import Mapping, Sequence
+import collections
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +25,8 @@ from jax.sharding import (
 
 Tree = Any
 AXES = ("replica", "fsdp", "tensor")
+IN_FLIGHT = 2  # the running call and one behind it: later news still changes the next
+_LOOK_SECS = 1e-4
 
 
 def make_mesh(
@@ -155,6 +160,66 @@ def join(trees: Sequence[Tree], params: Tree) -> Tree:
         return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
     return jax.tree.map(stack, *trees)
+
+
+class Replica:
+    """One sub-mesh with its copy of the parameters, and the programs that run there.
+
+    It starts programs without waiting for the device, and decides nothing.
+
+    Args:
+      params: Parameters on this replica's devices.
+      frozen: Further arrays for the surrogate on the same devices, or None.
+    """
+
+    def __init__(self, params: Tree, frozen: Tree = None):
+        self.params = params
+        self.frozen = frozen
+        self._sharding = whole_sharding(jax.tree.leaves(params)[0])
+        self._running: collections.deque[jax.Array] = collections.deque()
+
+    @property
+    def load(self) -> int:
+        """How many of this replica's calls have not ended yet."""
+        while self._running and self._running[0].is_ready():
+            self._running.popleft()
+        return len(self._running)
+
+    def wait(self) -> None:
+        """Blocks until the oldest running call has ended."""
+        if self._running:
+            self._running[0].block_until_ready()
+
+    def put(self, sample: Tree) -> Tree:
+        """Brings a sample to this replica's devices; again it costs nothing.
+
+        All arrays get one kind of placement: committed or not makes another program.
+        """
+        return jax.device_put(sample, self._sharding)
+
+    def start(self, program: Callable, *arguments: Any) -> Any:
+        """Starts a program whose last result is an `Evaluated`: one more running."""
+        results = self.run(program, *arguments)
+        self._running.append(results[-1].finite)
+        return results
+
+    def run(self, program: Callable, *arguments: Any) -> Any:
+        """Starts a small program that does not count as running.
+
+        The replica's mesh is in context, for sharding constraints inside surrogates.
+        """
+        sharding = self._sharding
+        named = isinstance(sharding, NamedSharding)
+        with jax.set_mesh(sharding.mesh) if named else contextlib.nullcontext():
+            return program(*arguments)
+
+
+def wait_for_any(replicas: Sequence[Replica]) -> None:
+    """Blocks until one of the replicas, all of them full, can take a call."""
+    if len(replicas) == 1:
+        replicas[0].wait()
+    while min(replica.load for replica in replicas) >= IN_FLIGHT:
+        time.sleep(_LOOK_SECS)  # no way to wait for the first of several devices
 
 
 def _views(tree, split_leaf):

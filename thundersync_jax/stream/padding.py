@@ -37,8 +37,13 @@ class Padded:
 
     @classmethod
     def of(cls, sample: Any) -> "Padded":
-        """A sample of a caller who may not pad: then it counts as one token."""
-        return sample if isinstance(sample, cls) else cls(sample, 1, 1)
+        """A sample with leaves as programs take them (`sample_leaf`).
+
+        Of a caller who does not pad it counts as one token.
+        """
+        padded = sample if isinstance(sample, cls) else cls(sample, 1, 1)
+        tree = jax.tree.map(sample_leaf, padded.tree)
+        return cls(tree, padded.real_tokens, padded.padded_tokens)
 
 
 def bucket(length: int, lengths: Sequence[int]) -> int:

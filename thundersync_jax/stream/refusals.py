@@ -1,4 +1,9 @@
-"""What a gradient stream refuses to be told: one line each, before anything changes."""
+"""What a gradient stream may be told, and one line for each thing that it refuses.
+
+The choices of its settings, by name, and checks that come before anything changes. A
+config has the same settings, of which it offers more: it extends the choices and calls
+the checks that are not about one step. No jax: a config is read before jax starts.
+"""
 
 import math
 import numbers
@@ -8,11 +13,12 @@ from typing import Any, Literal, get_args
 
 from thundersync_jax.errors import StreamError
 from thundersync_jax.ops.advantages import Estimator
-from thundersync_jax.stream.ledger import PartialGroups
-from thundersync_jax.stream.padding import Padded
 from thundersync_jax.stream.schedule import Release
 from thundersync_jax.types import LARGEST_REWARD, MOST_ADDENDS
 
+Counted = Literal["none", "groups", "trajectories", "tokens"]
+Denominator = Counted | float
+PartialGroups = Literal["drop", "keep", "fail"]
 UniformGroups = Literal["keep", "drop"]
 Accumulator = Literal["plain", "exact"]
 Context = Literal["trajectory", "turn"]
@@ -33,7 +39,7 @@ def check_choices(denominator: Any, **choices: Any) -> None:
       **choices: Its settings `release`, `partial_groups`, `uniform_groups`,
         `accumulator` and `context`.
     """
-    kinds = ("none", "groups", "trajectories", "tokens")
+    kinds = get_args(Counted)
     if isinstance(denominator, bool) or not isinstance(denominator, numbers.Real):
         if not isinstance(denominator, str) or denominator not in kinds:
             raise ValueError(
@@ -48,12 +54,13 @@ def check_choices(denominator: Any, **choices: Any) -> None:
             raise ValueError(f"{name} is {value!r}; expected one of {expected}")
 
 
-def check_uniform(uniform_groups: str, estimator: Estimator | None) -> None:
+def check_uniform(uniform_groups: str, rewards: bool) -> None:
     """Requires rewards where a filter looks at them."""
-    if uniform_groups == "drop" and estimator is None:
+    if uniform_groups != "keep" and not rewards:
         raise ValueError(
-            "uniform_groups is 'drop' and estimator is None, which takes no rewards "
-            "that could be equal; use 'keep', or give an estimator"
+            f"uniform_groups is {uniform_groups!r} and there are no rewards that could "
+            "be equal (estimator None, loss.advantage 'none'); use 'keep', or give an "
+            "estimator"
         )
 
 
@@ -67,37 +74,24 @@ def check_context(context: str, in_pieces: bool) -> None:
         )
 
 
-def check_behind(group: Hashable, member: int, sample: Any, prompt: Any) -> None:
-    """Requires a `Padded` sample to begin where the prompt of its group ends.
+def check_exact(dtype: Any, replicas: int, shared: bool) -> None:
+    """Requires gradients that exact sums can hold, and prompts on one replica.
 
     Args:
-      group: Whose.
-      member: Likewise.
-      sample: Of a stream; others than `Padded` ones do not tell their length.
-      prompt: Its real and padded tokens, None without one.
+      dtype: Of parameters, or its name.
+      replicas: How many work on their own trajectories.
+      shared: Whether groups share prompts.
     """
-    if prompt is None or not isinstance(sample, Padded) or prompt[1] == 1:
-        return
-    start = int(sample.tree["start"])
-    end = start + sample.real_tokens
-    check_place(group, member, start, prompt[0], end, end)
-
-
-def check_replicas(replicas: int, shared: bool, accumulator: str) -> None:
-    """Requires one replica where prompts go through exact sums."""
-    if shared and accumulator == "exact" and replicas > 1:
+    if str(dtype) == "float64":
         raise ValueError(
-            f"accumulator is 'exact' with a Segments on {replicas} replicas; each "
-            "would round its own share of a prompt: use one, or accumulator 'plain'"
+            "accumulator is 'exact' with parameters of float64 (model.dtype); exact "
+            "sums are of at most 32 bits, use float32 or accumulator 'plain'"
         )
-
-
-def check_some(group: Hashable, tokens: int) -> None:
-    """Requires a piece of a trajectory to have a last token."""
-    if tokens < 1:
+    if shared and replicas > 1:
         raise ValueError(
-            f"group {group!r} brings a piece of {tokens} tokens, which has no last one "
-            "to go on from; leave it out"
+            f"accumulator is 'exact' with prompts that groups share (a Segments, "
+            f"share_prompt 'group') on {replicas} replicas (mesh.replica); each would "
+            "round its own share of a prompt: use one, or accumulator 'plain'"
         )
 
 
@@ -107,11 +101,11 @@ def check_place(
     """Requires a piece that begins where the tokens before it end, and fits.
 
     Args:
-      group: Whose.
-      member: Likewise.
-      start: Where it says that it begins.
+      group: The name of its group.
+      member: Its index in the group.
+      start: Tokens before the piece, as it says itself.
       expected: Tokens of the prompt and the turns before.
-      end: Behind its last token.
+      end: Tokens up to its last one.
       slots: Tokens of the longest trajectory.
     """
     check_some(group, end - start)
@@ -127,17 +121,26 @@ def check_place(
         )
 
 
-def check_prompt(group: Hashable, prompt: Any, shared: bool) -> None:
-    """Requires a prompt where the surrogate is in pieces, and only there."""
-    if shared and prompt is None:
+def check_prompt(group: Hashable, has_prompt: bool, in_pieces: bool) -> None:
+    """Requires a prompt where samples continue one, and only there."""
+    if in_pieces and not has_prompt:
         raise ValueError(
             f"group {group!r} has no prompt and the surrogate is a Segments, whose "
             "samples continue one; give open_group the prompt"
         )
-    if not shared and prompt is not None:
+    if has_prompt and not in_pieces:
         raise ValueError(
             f"group {group!r} has a prompt and the surrogate is a function of whole "
             "samples; pass a Segments, or leave the prompt in the samples"
+        )
+
+
+def check_some(group: Hashable, tokens: int) -> None:
+    """Requires a piece of a trajectory to have a last token."""
+    if tokens < 1:
+        raise ValueError(
+            f"group {group!r} brings a piece of {tokens} tokens, which has no last one "
+            "to go on from; leave it out"
         )
 
 
@@ -145,10 +148,10 @@ def places(release: str, scope: str, lossy: bool, open_groups: Any) -> int:
     """Returns how many groups, or the batch, may hold sums while rewards are missing.
 
     Args:
-      release: When gradients may start.
-      scope: Whose rewards an advantage depends on.
+      release: When gradients may start: "batch", "group" or "trajectory".
+      scope: Whose rewards an advantage depends on: "member", "group" or "batch".
       lossy: Whether groups may be dropped or filtered.
-      open_groups: What was asked for.
+      open_groups: The setting, a number of groups.
 
     Raises:
       ValueError: Groups need sums and none may hold any.

@@ -26,19 +26,26 @@ What it costs, with F for a forward pass over a trajectory (a backward pass is 2
 
 The last hidden vector of a segment is part of its state: it predicts the first token of
 the next. An observation is run at the start of the segment behind it, so that one at
-the end of a trajectory, which no action follows, is never run. This module knows no
-model and no schedule.
+the end of a trajectory, which no action follows, is never run.
+
+First the functions, of pytrees alone; then what open trajectories (`OpenTrajectory`)
+and the prompts of groups (`Prompts`) hold on their replicas. This module knows no model
+and decides nothing.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from thundersync_jax.stream import sums
 from thundersync_jax.stream.accumulator import sum_dtype
+from thundersync_jax.stream.mesh import Replica
+from thundersync_jax.stream.schedule import BATCH, Call, Fold, Prompt
 from thundersync_jax.stream.surrogate import Evaluated, Surrogate, all_finite, parts
 
 Tree = Any
@@ -260,6 +267,184 @@ def of_prompt(
         return x * jnp.asarray(weight, x.dtype)
 
     return jax.tree.map(weigh, found)
+
+
+class OpenTrajectory:
+    """What an open trajectory holds on its replica: its state, and cotangents of it.
+
+    Args:
+      segments: The surrogate.
+      replica: Where all its turns run.
+      prompt: The state behind the prompt that its group shares; None where its first
+        turn holds the prompt.
+    """
+
+    def __init__(self, segments: Segments, replica: Replica, prompt: State | None):
+        self._segments, self._replica = segments, replica
+        self._state, self._pulled = replica.run(opened, segments, prompt)
+        self._samples: list[Tree] = []  # by turn, as the next two
+        self._lasts: list[Tree] = []  # `State.last` before the turn
+        self._of_lasts: list[Tree] = []  # their cotangents
+
+    def turn(self, sample: Tree) -> tuple[Tree, Evaluated]:
+        """Starts the next turn. Returns its gradient and what was evaluated."""
+        replica, sample = self._replica, self._replica.put(sample)
+        done = replica.start(
+            turn,
+            self._segments,
+            replica.params,
+            replica.frozen,
+            self._state,
+            self._pulled,
+            sample,
+        )
+        self._samples.append(sample)
+        self._lasts.append(self._state.last)
+        self._of_lasts.append(done.of_last)
+        self._state, self._pulled = done.state, done.pulled
+        return done.gradient, done.evaluated
+
+    def replay(self, index: int) -> tuple[Tree, Evaluated]:
+        """Pushes what later turns pulled through an earlier one, last to first.
+
+        Args:
+          index: Of the turn, counted from 0.
+
+        Returns:
+          A gradient, and what was evaluated beside it.
+        """
+        replica = self._replica
+        done = replica.start(
+            replay,
+            self._segments,
+            replica.params,
+            replica.frozen,
+            State(self._state.kept, self._lasts[index]),
+            self._pulled,
+            self._of_lasts[index + 1],
+            self._of_lasts[index],
+            self._samples[index],
+        )
+        self._pulled, self._of_lasts[index] = done.pulled, done.of_last
+        return done.gradient, done.evaluated
+
+    def of_prompt(self, prompt: State, weight: float) -> State:
+        """The cotangent of its prompt's state, once replayed, times its weight."""
+        return self._replica.run(
+            of_prompt,
+            self._segments,
+            prompt,
+            self._pulled,
+            self._of_lasts[0],
+            np.float64(weight),
+        )
+
+
+class SharedPrompt:
+    """A group's prompt on one replica: run forward once, and backward once.
+
+    Args:
+      segments: The surrogate.
+      replica: Where it runs.
+      sample: The prompt.
+      kind: Of the sums, "plain" or "exact".
+
+    Attributes:
+      state: What the prompt leaves for those that continue it.
+      sums: Cotangents of the state, weighed and added up as gradients are.
+    """
+
+    def __init__(self, segments: Segments, replica: Replica, sample: Tree, kind: str):
+        self._segments, self._replica = segments, replica
+        self._sample = replica.put(sample)
+        self.state = replica.run(
+            prompt_state, segments, replica.params, replica.frozen, self._sample
+        )
+        self.sums = sums.KINDS[kind]([self.state], self.state)
+
+    def gradient(self) -> tuple[Tree, Evaluated]:
+        """Starts the gradient of the prompt, of everything in the sums."""
+        replica = self._replica
+        return replica.start(
+            prompt_gradient,
+            self._segments,
+            replica.params,
+            replica.frozen,
+            self._sample,
+            self.sums.read(0),
+        )
+
+
+class Prompts:
+    """All prompts that the groups of a step share, on their replicas.
+
+    Each member's gradient is taken with respect to the parameters and to the state
+    behind the prompt. The cotangents of that state are summed as the gradients are (the
+    same kind of sums, on a small tree) and pushed through the prompt once all are in.
+
+    Args:
+      segments: The surrogate.
+      replicas: Of the learner.
+      kind: Of the sums, "plain" or "exact".
+    """
+
+    def __init__(self, segments: Segments, replicas: Sequence[Replica], kind: str):
+        self._segments, self._replicas, self._kind = segments, replicas, kind
+        self._samples: dict[Hashable, Tree] = {}
+        self._shared: dict[tuple[Hashable, int], SharedPrompt] = {}
+
+    def open(self, group: Hashable, sample: Tree) -> None:
+        """Announces the prompt of a group."""
+        self._samples[group] = sample
+
+    def sample(self, group: Hashable) -> Tree | None:
+        """The prompt of a group; None where its samples hold it."""
+        return self._samples.get(group)
+
+    def on(self, replica: int, group: Hashable) -> SharedPrompt:
+        """The prompt of a group on a replica, which it runs at the first call."""
+        if (group, replica) not in self._shared:
+            self._shared[group, replica] = SharedPrompt(
+                self._segments,
+                self._replicas[replica],
+                self._samples[group],
+                self._kind,
+            )
+        return self._shared[group, replica]
+
+    def direct(self, call: Call, cotangent: Tree) -> None:
+        """Adds the cotangent of a call whose coefficients are inside it."""
+        self._of(call).direct(0, cotangent)
+
+    def hold(
+        self, call: Call, unit: Hashable, reward: float | None, weighted, additive
+    ) -> None:
+        """Adds cotangents whose coefficients are unknown, as sums hold gradients."""
+        # A prompt's sums know one replica.
+        self._of(call).hold(call._replace(replica=0), unit, reward, weighted, additive)
+
+    def fold(self, fold: Fold, table: sums.Table | None) -> None:
+        """What is known of a unit now is known of the cotangents of its groups."""
+        for (group, replica), shared in self._shared.items():
+            if replica in fold.replicas and fold.unit in (group, BATCH):
+                shared.sums.fold(fold._replace(replicas=(0,)), table)
+
+    def close(self, prompt: Prompt) -> list[tuple[int, Tree, Evaluated]]:
+        """Differentiates the prompt of a group, and forgets it.
+
+        Returns:
+          Per replica its index, a gradient for the batch, and what was evaluated.
+        """
+        closed = []
+        for replica in prompt.replicas:
+            shared = self._shared.pop((prompt.group, replica), None)
+            if shared is not None and prompt.kept and not shared.sums.empty:
+                closed.append((replica, *shared.gradient()))
+        self._samples.pop(prompt.group, None)
+        return closed
+
+    def _of(self, call: Call):
+        return self.on(call.replica, call.items[0].group).sums
 
 
 def _run(segments, params, frozen, state, sample):

@@ -50,18 +50,22 @@ class Schedule:
     """Decides the order of gradient calls of one step.
 
     Attributes:
+      roster: Who has completed, been judged, or failed.
+      waits_for: None, as any replica will do for any sample.
       weighted: Whether samples have a part that an advantage multiplies.
       waited: Samples that were ready before their unit and yet not streamed.
-      waited_for_sum: Members among them whose reward was one too many.
+      waited_for_bucket: Members among them whose reward was one too many.
     """
+
+    waits_for = None
 
     def __init__(self, rules: Rules):
         self.weighted = True
         self.waited = 0
-        self.waited_for_sum = 0
+        self.waited_for_bucket = 0
         self._rules = rules
-        self._roster = Roster(rules.rewards, rules.drop_partial, rules.drop_uniform)
-        self._lossy = rules.drop_partial or rules.drop_uniform
+        self.roster = Roster(rules.rewards, rules.drop_partial, rules.drop_uniform)
+        self._lossy = self.roster.lossy
         self._batch = _Unit(BATCH, 0) if rules.scope == "batch" else None
         self._units: dict[Hashable, _Unit] = {}  # by group
         self._free = list(range(rules.places))[::-1]
@@ -84,22 +88,18 @@ class Schedule:
 
     def open_group(self, group: Hashable, members: int, baseline: float = 0.0) -> None:
         """Announces a group of so many members, and what is off their rewards."""
-        order = self._roster.open_group(group, members, baseline).order
+        order = self.roster.open_group(group, members, baseline).order
         self._units[group] = self._batch or _Unit(group, order)
-
-    def check_incomplete(self, group: Hashable, member: int) -> None:
-        """Refuses a sample of a member that takes none (any more)."""
-        self._roster.incomplete(group, member, "a sample")
 
     def sample(self, group: Hashable, member: int, bucket: Hashable) -> Item:
         """Adds a sample to a member that is not complete yet."""
-        item = self._roster.sample(group, member, bucket)
+        item = self.roster.sample(group, member, bucket)
         self._unstarted[group] += 1
         return item
 
     def complete(self, group: Hashable, member: int) -> Close | None:
         """All tokens of a member are final. Returns what this closes."""
-        settled = self._roster.complete(group, member)
+        settled = self.roster.complete(group, member)
         return self._settle(group, member) if settled else None
 
     def reward(
@@ -109,23 +109,14 @@ class Schedule:
 
         `raw` decides whether the group is uniform; None for `reward`.
         """
-        settled = self._roster.reward(group, member, reward, raw)
+        settled = self.roster.reward(group, member, reward, raw)
         return self._settle(group, member) if settled else None
 
     def fail(self, group: Hashable, member: int) -> Close | None:
         """Withdraws an unsettled member. Returns what this closes."""
-        self._roster.fail(group, member)
-        self._unstarted[group] -= len(self._roster.groups[group].members[member].items)
+        self.roster.fail(group, member)
+        self._unstarted[group] -= len(self.roster.groups[group].members[member].items)
         return self._settle(group, member)
-
-    def survivors(self, group: Hashable) -> dict[int, float | None]:
-        """Settled members that did not fail, with their rewards, by index."""
-        found = self._roster.groups[group].survivors
-        return {index: member.reward for index, member in found.items()}
-
-    def reward_of(self, item: Item) -> float | None:
-        """The reward of a sample's member."""
-        return self._roster.member(item).reward
 
     def early(self, group: Hashable) -> bool:
         """Whether rewards are missing that a group's gradients depend on.
@@ -134,19 +125,15 @@ class Schedule:
         the end of the step is something to be ahead of.
         """
         if not self._rules.rewards:
-            return self._roster.unsettled > 0
+            return self.roster.unsettled > 0
         return not self._units[group].complete
-
-    def outstanding(self) -> list[tuple[Hashable, int]]:
-        """The members that are not settled."""
-        return self._roster.outstanding()
 
     def discard(self, group: Hashable, members: set[int]) -> int:
         """Forgets waiting samples of a closed group. Returns how many they were."""
         unit, gone = self._units[group], 0
         for waiting in (self._final, unit.pending):
             found = [x for x in waiting if x.group == group and x.member in members]
-            unit.left.subtract(map(self.reward_of, found))
+            unit.left.subtract(map(self.roster.reward_of, found))
             gone += len(found)
             if found:
                 taken = set(found)
@@ -191,7 +178,11 @@ class Schedule:
         rows = self._rules.rows_per_call
         first = next(i for i, x in enumerate(unit.pending) if self._fits(unit, x))
         items = _take(
-            unit.pending, lambda x: (self.reward_of(x), x.bucket), rows, rows, first
+            unit.pending,
+            lambda x: (self.roster.reward_of(x), x.bucket),
+            rows,
+            rows,
+            first,
         )
         if not unit.pending:
             del self._known[unit.name]
@@ -220,8 +211,8 @@ class Schedule:
         """Takes the groups of which nothing more comes, once their sums are folded."""
         done = []
         for group, replicas in list(self._replicas.items()):
-            unit, closed = self._units[group], self._roster.groups[group].closed
-            kept = closed and self._roster.verdict(group) == "kept"
+            unit, closed = self._units[group], self.roster.groups[group].closed
+            kept = closed and self.roster.verdict(group) == "kept"
             waits = not unit.complete or unit.sums or self._unstarted[group]
             if closed and not (kept and waits):
                 del self._replicas[group]
@@ -233,10 +224,10 @@ class Schedule:
         return self._rules.exact and self.by_baseline
 
     def _settle(self, name: Hashable, index: int) -> Close | None:
-        group, unit = self._roster.groups[name], self._units[name]
+        group, unit = self.roster.groups[name], self._units[name]
         if group.closed:  # dropped before; nothing it does matters any more
             return None
-        verdict = self._roster.verdict(name)
+        verdict = self.roster.verdict(name)
         if verdict == "kept" and self._batch is None:
             self._count_waiting(unit)
         if verdict != "dropped" and not self._joins_late:
@@ -281,7 +272,7 @@ class Schedule:
         if self._rules.release == "trajectory":
             self.waited += len(unit.pending)
             late = [x for x in unit.pending if not self._fits(unit, x)]
-            self.waited_for_sum += len({item[:2] for item in late})
+            self.waited_for_bucket += len({item[:2] for item in late})
 
     def _complete(self, unit: _Unit, kept: bool) -> None:
         unit.complete, unit.kept = True, kept
@@ -297,10 +288,10 @@ class Schedule:
         """What a unit has not started yet needs no place of its own any more."""
 
         def order(item: Item):
-            where = self._roster.groups[item.group].order, item.member, item.sample
+            where = self.roster.groups[item.group].order, item.member, item.sample
             if not self._by_reward:
                 return where
-            reward = self.reward_of(item)
+            reward = self.roster.reward_of(item)
             return reward not in unit.sums, reward, *where
 
         self._final.extend(sorted(unit.pending, key=order))
@@ -310,7 +301,7 @@ class Schedule:
         """Whether a sample's reward is among those that a unit may sum already."""
         most, there = self._rules.most_rewards, unit.streamed
         few = most is None or len(there) < most or not self.by_baseline
-        return few or self.reward_of(item) in there
+        return few or self.roster.reward_of(item) in there
 
     def _may_start(self, unit: _Unit) -> bool:
         placed = unit.place is not None or bool(self._free)
@@ -327,14 +318,16 @@ class Schedule:
             self._note(items, replica)
             return Call(replica, items, None, rows if len(items) >= least else 1)
         unit = self._units[items[0].group]
-        place, _ = unit.sums.get(self.reward_of(items[0]), (self._rules.places, None))
+        place, _ = unit.sums.get(
+            self.roster.reward_of(items[0]), (self._rules.places, None)
+        )
         self._start(unit, items, place, replica)
         return Call(replica, items, place, len(items))
 
     def _start(self, unit: _Unit, items: tuple, place: int, replica: int) -> None:
         """Notes down which sums a call adds to."""
         self._note(items, replica)
-        reward = self.reward_of(items[0])
+        reward = self.roster.reward_of(items[0])
         unit.left[reward] -= len(items)
         if unit.complete:
             self._closing[unit.name] = unit

@@ -222,9 +222,14 @@ class Roster:
             return "dropped"
         return "filtered" if self._drop_uniform and len(set(raw)) == 1 else "kept"
 
-    def member(self, item: Item) -> Member:
-        """Whose sample it is."""
-        return self.groups[item.group].members[item.member]
+    def reward_of(self, item: Item) -> float | None:
+        """The reward of a sample's member."""
+        return self.groups[item.group].members[item.member].reward
+
+    def survivors(self, group: Hashable) -> dict[int, float | None]:
+        """Settled members that did not fail, with their rewards, by index."""
+        survivors = self.groups[group].survivors
+        return {index: member.reward for index, member in survivors.items()}
 
     def outstanding(self) -> list[tuple[Hashable, int]]:
         """The members that are not settled."""

@@ -16,7 +16,7 @@ import dataclasses
 from collections.abc import Hashable
 from typing import NamedTuple
 
-from .roster import Close, Item, Prompt, Roster
+from .roster import Call, Close, Item, Prompt, Roster
 
 
 class TurnCall(NamedTuple):
@@ -26,6 +26,11 @@ class TurnCall(NamedTuple):
     item: Item  # `sample` counts the turns of a member
     place: int
     replay: bool
+
+    @property
+    def as_call(self) -> Call:
+        """The same as a call of one sample."""
+        return Call(self.replica, (self.item,), self.place, rows=1)
 
 
 class TurnFold(NamedTuple):
@@ -76,7 +81,10 @@ class Turns:
 
     Attributes:
       roster: Who has completed or failed.
+      waited: 0, as no turn waits for rewards; `waited_for_bucket` likewise.
     """
+
+    waited = waited_for_bucket = 0
 
     def __init__(self, places: int, drop_partial: bool, replay: bool = True):
         self.roster = Roster(rewards=False, drop_partial=drop_partial)
