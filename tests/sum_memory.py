@@ -97,8 +97,7 @@ def drive(
             }
             stream.complete(group, member, sample, tokens=_LENGTH)
             stream.reward(group, member, float(member**2))  # no advantage is 0
-            while stream.advance():
-                time.sleep(_FREED_SECS / 10)
+            stream.drain()
             on_event()
     return stream.finish()
 

@@ -192,7 +192,7 @@ WRONG = {
     ),
     "rollout.replacement_groups is 0": lambda: RolloutConfig(replacement_groups=0),
     "accumulator is 'kahan'": lambda: Config(accumulator="kahan"),
-    "accumulator is 'exact' with model.dtype 'float64'": lambda: Config(
+    "accumulator is 'exact' with parameters of float64 (model.dtype)": lambda: Config(
         accumulator="exact", model=ModelConfig(dtype="float64")
     ),
     "accumulator is 'exact' with 8192 trajectories per step": lambda: Config(

@@ -65,8 +65,7 @@ def test_a_third_distinct_reward_waits_unless_its_estimator_is_affine(rewards, l
         for member, reward in enumerate(rewards):
             stream.complete("a", member, {"s": 1.0 + member})
             stream.reward("a", member, reward)
-            while stream.advance():
-                pass
+            stream.drain()
         gradient, report = stream.finish()
         expected = estimator.advantages(rewards) @ np.arange(1.0, 6.0)
         assert float(gradient["x"]) == pytest.approx(expected, abs=1e-5)
@@ -256,8 +255,7 @@ def test_a_million_parameters_in_one_four_and_sixteen_open_groups(accumulator):
         for member, group in itertools.product(range(2), range(16)):
             stream.complete(group, member, {"s": np.float32(0.1 * (group - member))})
             stream.reward(group, member, float(member))
-            while stream.advance():
-                pass
+            stream.drain()
         gradient, report = stream.finish()
         assert report.open_groups_max == open_groups
         assert report.group_sum_bytes == open_groups * 2 * sum_bytes

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from toy_stream import feed, toy, weighted
+from toy_stream import additive, feed, toy, weighted
 
-from thundersync_jax import GradientStream, Surrogate, advantages
+from thundersync_jax import GradientStream, Surrogate, TurnStream, advantages
 from thundersync_jax.stream.mesh import IN_FLIGHT, Replica
 from thundersync_jax.stream.schedule import RELEASES
 
@@ -136,6 +136,36 @@ def test_parts_are_announced_before_they_compile():
     step(fresh_surrogate(), [0.5, np.ones((2, 3))], on_compile=lines.append)
     assert len(lines) == 2
     assert "(2, 3)" in lines[1]
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_drain_starts_all_that_may_start_and_leaves_the_rest(whole, monkeypatch):
+    """Calls that run until somebody waits for them: 2 of 7 could start at once."""
+    running, calls = [], []
+
+    def note(call, ended):
+        calls.append(call)
+        running.append(ended)
+
+    monkeypatch.setattr(Replica, "load", property(lambda self: len(running)))
+    monkeypatch.setattr(Replica, "wait", lambda self: running.pop(0))
+    if whole:
+        stream = toy(release="trajectory", on_call=note)
+    else:
+        params = {"x": jnp.zeros(())}
+        stream = TurnStream(additive, params, context="turn", on_call=note)
+    stream.open_group("a", 8)
+    for member in range(7):
+        sample = {"s": float(member)}
+        if whole:
+            stream.complete("a", member, sample)
+            stream.reward("a", member, float(member % 2))
+        else:
+            stream.turn("a", member, sample)
+    assert len(calls) == IN_FLIGHT and stream.advance()
+    stream.drain()
+    assert len(calls) == 7 and not stream.advance()
+    assert running  # it waits for places on the device, not for results
 
 
 def test_at_most_one_call_waits_behind_the_running_one(monkeypatch):

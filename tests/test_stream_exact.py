@@ -140,8 +140,7 @@ def test_third_reward_waits_and_is_counted():
         for member, reward in enumerate(rewards):
             stream.complete("a", member, {"s": 1.0 + member})
             stream.reward("a", member, reward)
-            while stream.advance():
-                pass
+            stream.drain()
         _, report = stream.finish()
         assert report.waited_for_bucket == late
         assert report.streamed == 3 - late

@@ -22,11 +22,13 @@ from thundersync_jax.config.settings import (
     check_types,
     is_frozen_dataclass,
 )
+from thundersync_jax.stream import refusals, schedule
 
-Release = Literal["batch", "group", "trajectory", "turn"]
-Accumulator = Literal["plain", "exact"]
-PartialGroups = Literal["drop", "keep", "fail"]
-UniformGroups = Literal["keep", "drop", "replace"]
+# What streams choose from, and what a run offers beyond it.
+Release = Literal[schedule.Release, "turn"]
+Accumulator = refusals.Accumulator
+PartialGroups = refusals.PartialGroups
+UniformGroups = Literal[refusals.UniformGroups, "replace"]
 LatencyKind = Literal["none", "constant", "lognormal", "straggler"]
 CutActions = Literal["end", "run"]
 Sampler = Literal["own_device", "shared"]

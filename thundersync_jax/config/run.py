@@ -29,6 +29,8 @@ from thundersync_jax.config.groups import (
 from thundersync_jax.config.loss import LossConfig, OptimConfig
 from thundersync_jax.config.model import ModelConfig
 from thundersync_jax.config.settings import changeable, check_types
+from thundersync_jax.errors import ConfigError
+from thundersync_jax.stream import refusals
 from thundersync_jax.types import MOST_ADDENDS
 
 _BYTE_LEVEL_IDS = 262  # 256 bytes and the special tokens of chat/byte_level.py
@@ -113,6 +115,7 @@ def _check(config: Config) -> None:
     """
     _check_folders(config)
     _check_samplers(config)
+    _check_stream(config)
     _check_groups(config)
     _check_teacher(config)
     _check_turns(config)
@@ -134,15 +137,23 @@ def _check_folders(config: Config) -> None:
     )
 
 
+def _check_stream(config: Config) -> None:
+    """What streams refuse as well, in their words."""
+    try:
+        rewards = config.loss.advantage != "none"
+        refusals.check_uniform(config.uniform_groups, rewards)
+        if config.release == "trajectory" and config.open_groups is not None:
+            refusals.check_open_groups(config.open_groups)
+        if config.accumulator == "exact":
+            shared = config.share_prompt == "group"
+            dtype, replicas = config.model.dtype, config.mesh.replica
+            refusals.check_exact(dtype, replicas, shared)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
 def _check_groups(config: Config) -> None:
     loss, size = config.loss, config.rollout.group_size
-    if config.release == "trajectory":
-        require(
-            config.open_groups != 0,
-            "open_groups is 0 with release 'trajectory'",
-            "at least 1 group that may hold sums, or none to follow the memory",
-            "Set open_groups to 4 or release to 'group'.",
-        )
     own = ":" in loss.advantage  # its members are the user's business
     least = 1 if own else _LEAST_MEMBERS.get(loss.advantage, 2)
     require(
@@ -204,12 +215,6 @@ def _check_teacher(config: Config) -> None:
         "release is 'group' with loss.advantage 'none'",
         "'batch', 'trajectory' or 'turn': without rewards nobody waits for a group",
         "Set release to 'trajectory'.",
-    )
-    require(
-        config.uniform_groups == "keep",
-        f"uniform_groups is {config.uniform_groups!r} with loss.advantage 'none'",
-        "'keep': there are no rewards in the loss that could be equal",
-        "Set uniform_groups to 'keep'.",
     )
 
 
@@ -293,13 +298,6 @@ def _check_prompts(config: Config) -> None:
         "Set share_prompt to 'no' or raise rollout.group_size.",
     )
     require(
-        not shared or config.accumulator == "plain" or config.mesh.replica == 1,
-        f"share_prompt is 'group' with accumulator 'exact' and mesh.replica "
-        f"{config.mesh.replica}",
-        "1 replica: each would round its own share of a prompt",
-        "Set accumulator to 'plain', share_prompt to 'no' or mesh.replica to 1.",
-    )
-    require(
         not config.rollout.segment_buckets or shared or loss.advantage == "none",
         f"rollout.segment_buckets is {config.rollout.segment_buckets} with "
         f"share_prompt {config.share_prompt!r} and loss.advantage {loss.advantage!r}",
@@ -311,12 +309,6 @@ def _check_prompts(config: Config) -> None:
 def _check_exact(config: Config) -> None:
     if config.accumulator != "exact":
         return
-    require(
-        config.model.dtype != "float64",
-        "accumulator is 'exact' with model.dtype 'float64'",
-        "gradients of 32 bits: exact sums cut an addend into three integers",
-        "Set accumulator to 'plain' or model.dtype to 'float32'.",
-    )
     rollout = config.rollout
     # A lost group is replaced by one other: a step sums no more than it asked for.
     addends = rollout.groups_per_step * rollout.group_size

@@ -6,7 +6,6 @@ itself are live (module `live`).
 """
 
 import dataclasses
-import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +19,6 @@ from thundersync_jax.stream.ledger import Report
 from thundersync_jax.types import Trajectory
 
 Tree = Any
-_POLL_SECS = 0.0005
 
 
 class Event(NamedTuple):
@@ -132,8 +130,8 @@ def replay(
         else:
             place = trajectory.key.group, trajectory.key.member
             stream.fail(*place, trajectory.stop_reason.value)
-        while stream.advance() and not rush:
-            time.sleep(_POLL_SECS)
+        if not rush:
+            stream.drain()
     gradient, report = stream.finish()
     return Replay(gradient, report, stream.advantages)
 

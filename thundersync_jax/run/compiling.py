@@ -1,17 +1,14 @@
 """Every gradient program that a step may need, compiled before the first one."""
 
-import time
 from collections.abc import Hashable
 from typing import Any
 
-from thundersync_jax.run.feed import Stream
 from thundersync_jax.run.run import Run
 from thundersync_jax.stream.gradient_stream import GradientStream
 from thundersync_jax.stream.padding import Padded
 from thundersync_jax.stream.turn_stream import TurnStream
 
 Tree = Any
-_LOOK_SECS = 0.001
 
 
 def compile_all(run: Run, params: Tree, version: int) -> None:
@@ -75,7 +72,7 @@ def _group(
         stream.complete(name, member, sample, tokens=1)
         if run.judged:
             stream.reward(name, member, float(member))
-        _wait(stream)
+        stream.drain()
 
 
 def _turns(run: Run, stream: TurnStream) -> None:
@@ -88,9 +85,4 @@ def _turns(run: Run, stream: TurnStream) -> None:
             sample = run.samples.made_up(length, start)
             stream.turn(length, 0, sample, tokens=1)
         stream.complete(length, 0)
-        _wait(stream)
-
-
-def _wait(stream: Stream) -> None:
-    while stream.advance():
-        time.sleep(_LOOK_SECS)
+        stream.drain()

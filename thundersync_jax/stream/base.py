@@ -69,7 +69,7 @@ class Stream:
         Args:
           group: The name given to `open_group`.
           member: Index from 0.
-          reason: One line for the report of a step that takes no failed members.
+          reason: One line, for the error of a step that takes no failed members.
 
         Raises:
           StreamError: `partial_groups` is "fail".
@@ -116,6 +116,7 @@ class Stream:
         with self._or_end():
             self._flush()
         self.drain()
+        assert not self._schedule.unfinished
         self._ended = "is finished"
         ledger, schedule, parts = self._ledger, self._schedule, self._learner.structure
         denominator = ledger.denominator(self._denominator)
@@ -140,7 +141,10 @@ class Stream:
 
     @property
     def advantages(self) -> dict[tuple[Hashable, int], float]:
-        """Advantages by (group, member), of kept groups whose rewards are in."""
+        """Advantages by (group, member), of kept groups whose rewards are in.
+
+        0 where there are no rewards.
+        """
         return self._ledger.by_member
 
     @property

@@ -212,8 +212,8 @@ class Ledger:
         Raises:
           StreamError: There are some; names their groups.
         """
-        found = zip(self._prompt_groups, finite, strict=True)
-        if bad := [repr(group) for group, fine in found if not fine]:
+        fetched = zip(self._prompt_groups, finite, strict=True)
+        if bad := [repr(group) for group, fine in fetched if not fine]:
             raise StreamError(
                 f"the gradient of the prompt of group {', '.join(bad[:8])} is not "
                 "finite; look at its members' weights and rewards, nothing was updated"
@@ -237,17 +237,19 @@ class Ledger:
         """Adds everything up, exactly: calls come in any order.
 
         Args:
-          values: As in `check_finite`.
-          denominator: Z.
-          columns: As of `Structure`.
+          values: What the device evaluated, fetched, one per call.
+          denominator: Z, what the sums were divided by.
+          columns: Of the values, as `Structure.columns` names them.
           **rest: The fields of `Report` that only the stream knows.
         """
         losses, rows = [], []
         how = collections.Counter()
         carrying = collections.Counter()
         for computed, evaluated in zip(self.calls, values, strict=True):
-            found = computed.call.items, computed.streamed, evaluated.values
-            for item, streamed, row in zip(*found, strict=False):
+            items = zip(
+                computed.call.items, computed.streamed, evaluated.values, strict=False
+            )
+            for item, streamed, row in items:
                 if not self.kept(item):
                     how["discarded"] += 1
                     continue
@@ -300,10 +302,10 @@ class Ledger:
         Those of its samples; in linear sums those of all their groups, for these are
         added or left out together.
         """
+        if computed.linear == BATCH:
+            return any(any(group.values()) for group in self.advantages.values())
         if computed.linear is not None:
-            one = self.advantages.get(computed.linear, {})
-            groups = self.advantages.values() if computed.linear == BATCH else [one]
-            return any(any(group.values()) for group in groups)
+            return any(self.advantages.get(computed.linear, {}).values())
         return any(
             self.advantages.get(item.group, {}).get(item.member)
             for item in computed.call.items

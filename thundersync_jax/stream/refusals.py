@@ -58,18 +58,18 @@ def check_uniform(uniform_groups: str, rewards: bool) -> None:
     """Requires rewards where a filter looks at them."""
     if uniform_groups != "keep" and not rewards:
         raise ValueError(
-            f"uniform_groups is {uniform_groups!r} and there are no rewards that could "
-            "be equal (estimator None, loss.advantage 'none'); use 'keep', or give an "
-            "estimator"
+            f"uniform_groups is {uniform_groups!r} without rewards (estimator None, "
+            "loss.advantage 'none'), expected 'keep': there are no rewards in the loss "
+            "that could be equal. Set uniform_groups to 'keep'."
         )
 
 
 def check_context(context: str, in_pieces: bool) -> None:
     """Requires pieces where a turn reads the turns before it, and only there."""
     if in_pieces != (context == "trajectory"):
-        given = "a Segments" if in_pieces else "a function of whole samples"
+        kind = "a Segments" if in_pieces else "a function of whole samples"
         raise ValueError(
-            f"context is {context!r} and the surrogate is {given}; 'trajectory' takes "
+            f"context is {context!r} and the surrogate is {kind}; 'trajectory' takes "
             "a Segments, 'turn' a function of a turn with its own prompt"
         )
 
@@ -84,14 +84,16 @@ def check_exact(dtype: Any, replicas: int, shared: bool) -> None:
     """
     if str(dtype) == "float64":
         raise ValueError(
-            "accumulator is 'exact' with parameters of float64 (model.dtype); exact "
-            "sums are of at most 32 bits, use float32 or accumulator 'plain'"
+            "accumulator is 'exact' with parameters of float64 (model.dtype), expected "
+            "gradients of 32 bits: exact sums cut an addend into three integers. Use "
+            "float32 parameters, or set accumulator to 'plain'."
         )
     if shared and replicas > 1:
         raise ValueError(
-            f"accumulator is 'exact' with prompts that groups share (a Segments, "
-            f"share_prompt 'group') on {replicas} replicas (mesh.replica); each would "
-            "round its own share of a prompt: use one, or accumulator 'plain'"
+            "accumulator is 'exact' with shared prompts (a Segments, share_prompt "
+            f"'group') and {replicas} replicas, expected 1 replica: each would round "
+            "its own share of a prompt. Use one replica (mesh.replica), or set "
+            "accumulator to 'plain'."
         )
 
 
@@ -160,13 +162,19 @@ def places(release: str, scope: str, lossy: bool, open_groups: Any) -> int:
         return int(release != "batch")
     if release != "trajectory" or not (scope == "group" or lossy):
         return 0
-    check_count(
-        "open_groups",
-        open_groups,
-        "release 'trajectory' sums unfinished groups, give at least 1, or release "
-        "'group' or 'batch'",
-    )
+    check_open_groups(open_groups)
     return open_groups
+
+
+def check_open_groups(open_groups: Any) -> None:
+    """Requires places for the sums of groups that miss rewards."""
+    whole = isinstance(open_groups, numbers.Integral)
+    if not whole or isinstance(open_groups, bool) or open_groups < 1:
+        raise ValueError(
+            f"open_groups is {open_groups!r} with release 'trajectory', expected at "
+            "least 1 group that may hold sums. Set open_groups to 4 or release to "
+            "'group'."
+        )
 
 
 def check_addends(group: Hashable, member: int, samples: int) -> None:
@@ -206,16 +214,22 @@ def check_functions(surrogate: Any, estimator: Any) -> None:
         )
 
 
-def check_parts(found: Any, before: Any, estimator: Estimator | None) -> None:
-    """Requires the parts of a surrogate to be those of earlier samples, and of use."""
-    if found.weighted and estimator is None:
+def check_parts(parts: Any, before: Any, estimator: Estimator | None) -> None:
+    """Requires the parts of a surrogate to be those of earlier samples, and of use.
+
+    Args:
+      parts: The `Structure` of a sample.
+      before: That of earlier samples, None without any.
+      estimator: Of the stream.
+    """
+    if parts.weighted and estimator is None:
         raise ValueError(
             "the surrogate has a `weighted` part and estimator is None; return it as "
             "`additive`, or give an estimator and rewards"
         )
-    if before not in (None, found):
+    if before not in (None, parts):
         raise ValueError(
-            f"the surrogate has parts {found} for this sample and had {before} before; "
+            f"the surrogate has parts {parts} for this sample and had {before} before; "
             "every sample must have the same parts"
         )
 

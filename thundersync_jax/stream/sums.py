@@ -36,7 +36,7 @@ def channels(scope: str, weighted: bool, additive: bool, lossy: bool) -> int:
     """How many gradient-sized sums a unit holds while it misses rewards.
 
     Args:
-      scope: Of the estimator.
+      scope: Whose rewards an advantage depends on: "member", "group" or "batch".
       weighted: Whether samples have a part that an advantage multiplies.
       additive: Whether they have one that none does.
       lossy: Whether a group may still be dropped or filtered.
@@ -102,12 +102,12 @@ class PlainSums:
         weighted: Tree | None,
         additive: Tree | None,
     ) -> None:
-        """Adds to a unit.
+        """Adds to the sums of a unit.
 
         Args:
-          call: Where.
-          unit: Whose.
-          reward: Of the samples; None where nothing is `weighted`.
+          call: Names the replica and the place.
+          unit: The name of the unit.
+          reward: Of each of the call's samples; None where nothing is `weighted`.
           weighted: Their score gradient, if any.
           additive: Their gradient that no advantage multiplies, if it is held back.
         """
@@ -134,9 +134,9 @@ class PlainSums:
         """Adds a unit's sums to the batch, or forgets them.
 
         Args:
-          fold: Which.
-          table: Advantages of the unit; not looked at where nothing is kept.
-          scale: Of additive gradients, known only now.
+          fold: The decision of the schedule.
+          table: Advantages of the unit by reward; not used where nothing is kept.
+          scale: What additive gradients are multiplied by, known only now.
         """
         rewards = list(self._rewards.pop(fold.unit, ()))
         for replica in fold.replicas:

@@ -69,11 +69,11 @@ class Structure(NamedTuple):
     def columns(self) -> tuple[tuple[str, bool, bool], ...]:
         """Name, whether a maximum, whether a diagnostic, of `values` from column 2."""
         kinds = itertools.product((False, True), (False, True))
-        names = self.sums, self.maxima, self.diagnostic_sums, self.diagnostic_maxima
+        fields = self.sums, self.maxima, self.diagnostic_sums, self.diagnostic_maxima
         return tuple(
             (name, largest, diagnostic)
-            for (diagnostic, largest), found in zip(kinds, names, strict=True)
-            for name in found
+            for (diagnostic, largest), names in zip(kinds, fields, strict=True)
+            for name in names
         )
 
 
@@ -133,15 +133,15 @@ def structure(
         raise TypeError("the surrogate has neither `weighted` nor `additive`; give one")
     scalars = {"weighted": out.weighted, "additive": out.additive}
     for kind in ("metrics", "diagnostics"):
-        found = getattr(out, kind) or {}
-        if not isinstance(found, dict):
+        columns = getattr(out, kind) or {}
+        if not isinstance(columns, dict):
             raise TypeError(
-                f"{kind} of the surrogate is a {type(found).__name__}; expected a flat "
-                "dict of scalars"
+                f"{kind} of the surrogate is a {type(columns).__name__}; expected a "
+                "flat dict of scalars"
             )
         scalars |= {
             f"{kind}[{name!r}]": x.value if isinstance(x, Max) else x
-            for name, x in found.items()
+            for name, x in columns.items()
         }
     for name, x in scalars.items():
         if x is not None and (getattr(x, "shape", None) != ()):
@@ -198,7 +198,7 @@ def split_gradient(
     """Gradients of sum_i weighted_i and of sum_i additive_i apart, from one forward.
 
     Args:
-      surrogate: As in `gradient`, as the rest.
+      surrogate: The surrogate function; static.
       params: Differentiated.
       frozen: Further argument of the surrogate, or None.
       samples: `rows` samples of one shape signature.
@@ -220,10 +220,10 @@ def parts(out: Surrogate) -> jax.Array:
     """[2 + C]: weighted, additive (0 where None), the columns of `Structure`."""
     zero = jnp.zeros(())
     values = [zero if x is None else x for x in (out.weighted, out.additive)]
-    for found in (out.metrics, out.diagnostics):
-        sums, maxima = _names(found)
-        values += [found[name] for name in sums]
-        values += [found[name].value for name in maxima]
+    for columns in (out.metrics, out.diagnostics):
+        sums, maxima = _names(columns)
+        values += [columns[name] for name in sums]
+        values += [columns[name].value for name in maxima]
     dtype = jnp.result_type(jnp.float32, *values)
     return jnp.stack([jnp.asarray(x, dtype) for x in values])
 
@@ -241,10 +241,11 @@ def _evaluate(surrogate, params, frozen, sample):
     )
 
 
-def _names(found):
-    """Names of sums and of maxima."""
-    maxima = {name for name, x in (found or {}).items() if isinstance(x, Max)}
-    return tuple(sorted((found or {}).keys() - maxima)), tuple(sorted(maxima))
+def _names(columns):
+    """Names of sums and of maxima, of metrics or diagnostics."""
+    columns = columns or {}
+    maxima = {name for name, x in columns.items() if isinstance(x, Max)}
+    return tuple(sorted(columns.keys() - maxima)), tuple(sorted(maxima))
 
 
 def _rows(surrogate, params, frozen, samples) -> jax.Array:

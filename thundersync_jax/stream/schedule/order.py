@@ -132,12 +132,12 @@ class Schedule:
         """Forgets waiting samples of a closed group. Returns how many they were."""
         unit, gone = self._units[group], 0
         for waiting in (self._final, unit.pending):
-            found = [x for x in waiting if x.group == group and x.member in members]
-            unit.left.subtract(map(self.roster.reward_of, found))
-            gone += len(found)
-            if found:
-                taken = set(found)
-                waiting[:] = [x for x in waiting if x not in taken]
+            out = [x for x in waiting if x.group == group and x.member in members]
+            unit.left.subtract(map(self.roster.reward_of, out))
+            gone += len(out)
+            if out:
+                forgotten = set(out)
+                waiting[:] = [x for x in waiting if x not in forgotten]
         self._unstarted[group] -= gone
         return gone
 
@@ -156,6 +156,11 @@ class Schedule:
             for item in self._final:
                 first.setdefault(item.bucket, len(first))
             self._final.sort(key=lambda item: first[item.bucket])
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether anything is still to be computed or to join the batch."""
+        return bool(self._final or self._known or self._closing)
 
     @property
     def ready(self) -> bool:
@@ -349,11 +354,11 @@ def _take(
     """Removes a sample and up to `most` of its kind; it alone if not `least`."""
     wanted = kind(waiting[first])
     alike = (i for i, item in enumerate(waiting) if kind(item) == wanted)
-    found = list(itertools.islice(alike, most))
-    if len(found) < least:
-        found = [first]
-    items = tuple(waiting[i] for i in found)
-    for i in reversed(found):
+    indices = list(itertools.islice(alike, most))
+    if len(indices) < least:
+        indices = [first]
+    items = tuple(waiting[i] for i in indices)
+    for i in reversed(indices):
         del waiting[i]
     return items
 

@@ -251,11 +251,11 @@ class Roster:
         return state
 
     def _settles(self, group, member):
-        found = self.groups[group].members[member]
-        judged = found.reward is not None or not self._rewards
-        if not found.failed and not (found.completed and judged):
+        state = self.groups[group].members[member]
+        judged = state.reward is not None or not self._rewards
+        if not state.failed and not (state.completed and judged):
             return False
-        found.settled = True
+        state.settled = True
         self.groups[group].unsettled -= 1
         return True
 

@@ -56,6 +56,11 @@ class _Trajectory:
     to_replay: int | None = None  # turns, once all have been started
 
     @property
+    def placed(self) -> bool:
+        """Whether it holds a sum, on its replica."""
+        return self.place is not None
+
+    @property
     def next_turn(self) -> Item | None:
         """The turn that its replica should differentiate or replay next."""
         if self.started < self.wanted:
@@ -107,19 +112,20 @@ class Turns:
             return item
         self._seen += 1
         fresh = _Trajectory(self._seen, (group, member))
-        one = self._trajectories.setdefault((group, member), fresh)
-        one.items.append(item)
+        trajectory = self._trajectories.setdefault((group, member), fresh)
+        trajectory.items.append(item)
         if trained:
-            one.wanted = len(one.items)
+            trajectory.wanted = len(trajectory.items)
         return item
 
     def complete(self, group: Hashable, member: int) -> Close | None:
         """All turns of a member are in. Returns what this closes."""
         self.roster.complete(group, member)
-        if (one := self._trajectories.get((group, member))) is not None:
-            one.complete = True
+        trajectory = self._trajectories.get((group, member))
+        if trajectory is not None:
+            trajectory.complete = True
             if not self._replay:
-                one.to_replay = 0
+                trajectory.to_replay = 0
         return self._settle(group)
 
     def fail(self, group: Hashable, member: int) -> Close | None:
@@ -136,10 +142,7 @@ class Turns:
     @property
     def ready(self) -> bool:
         """Whether a call could start now if its replica were free."""
-        return any(
-            one.next_turn is not None and (one.place is not None or self._free)
-            for one in self._trajectories.values()
-        )
+        return any(t.placed or self._free for t in self._with_work())
 
     def next_call(self, free: set[int]) -> TurnCall | None:
         """Takes the work that one of these free replicas should do next, or None.
@@ -151,30 +154,30 @@ class Turns:
             one goes where the fewest are open.
         """
         ready = [
-            one
-            for one in self._trajectories.values()
-            if one.next_turn is not None
-            and (one.replica in free if one.place is not None else self._free)
+            trajectory
+            for trajectory in self._with_work()
+            if (trajectory.replica in free if trajectory.placed else self._free)
         ]
         if not ready:
             return None
-        one = min(ready, key=_preference)
-        if one.place is None:
-            one.place, one.replica = self._free.pop(), self._emptiest(free)
-        item = one.next_turn
-        replay = one.started == one.wanted
-        self._replicas.setdefault(item.group, set()).add(one.replica)
+        trajectory = min(ready, key=_preference)
+        if not trajectory.placed:
+            trajectory.replica = self._emptiest(free)
+            trajectory.place = self._free.pop()
+        item = trajectory.next_turn
+        replay = trajectory.started == trajectory.wanted
+        self._replicas.setdefault(item.group, set()).add(trajectory.replica)
         if replay:
-            one.to_replay = item.sample
+            trajectory.to_replay = item.sample
         else:
-            one.started += 1
-            one.to_replay = None if self._replay else 0
-        return TurnCall(one.replica, item, one.place, replay)
+            trajectory.started += 1
+            trajectory.to_replay = None if self._replay else 0
+        return TurnCall(trajectory.replica, item, trajectory.place, replay)
 
     def folds(self) -> list[TurnFold]:
         """Takes the sums that nothing joins any more; their places are free then."""
-        for name, one in list(self._trajectories.items()):
-            if not one.done:
+        for name, trajectory in list(self._trajectories.items()):
+            if not trajectory.done:
                 continue
             verdict = self.roster.verdict(name[0])
             if verdict == "kept" or (verdict is None and not self.roster.lossy):
@@ -197,16 +200,19 @@ class Turns:
     @property
     def waits_for(self) -> set[int] | None:
         """Replicas that ready work belongs to; None where any would do."""
-        ready = [t for t in self._trajectories.values() if t.next_turn is not None]
-        if self._free and any(one.place is None for one in ready):
+        ready = self._with_work()
+        if self._free and not all(trajectory.placed for trajectory in ready):
             return None
-        return {one.replica for one in ready if one.place is not None}
+        return {trajectory.replica for trajectory in ready if trajectory.placed}
+
+    def _with_work(self) -> list[_Trajectory]:
+        """Trajectories of which a turn waits to be differentiated or replayed."""
+        return [t for t in self._trajectories.values() if t.next_turn is not None]
 
     def _emptiest(self, free: set[int]) -> int:
-        there = collections.Counter(
-            one.replica for one in self._trajectories.values() if one.place is not None
-        )
-        return min(free, key=lambda replica: (there[replica], replica))
+        held = [t.replica for t in self._trajectories.values() if t.placed]
+        count = collections.Counter(held)
+        return min(free, key=lambda replica: (count[replica], replica))
 
     def _settle(self, group: Hashable) -> Close | None:
         state = self.roster.groups[group]
@@ -220,11 +226,12 @@ class Turns:
         return Close(group, verdict)
 
     def _forget(self, group: Hashable, member: int, kept: bool = False) -> None:
-        one = self._trajectories.pop((group, member), None)
-        if one is not None and one.place is not None:
-            self._folds.append(TurnFold(group, member, one.place, one.replica, kept))
+        trajectory = self._trajectories.pop((group, member), None)
+        if trajectory is not None and trajectory.placed:
+            place, replica = trajectory.place, trajectory.replica
+            self._folds.append(TurnFold(group, member, place, replica, kept))
 
 
-def _preference(one: _Trajectory):
+def _preference(trajectory: _Trajectory):
     """Smaller is sooner."""
-    return one.place is None, not one.complete, one.order
+    return not trajectory.placed, not trajectory.complete, trajectory.order
