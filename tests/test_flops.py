@@ -73,9 +73,7 @@ def gradient_call(fsdp, tensor):
         patch.setattr(surrogate, "gradient", counted)
         replica = Replica(parameters(fsdp, tensor))
         weights, samples = np.array([[1.0, 0.0]]), replica.put((sample,))
-        found, _ = replica.start(
-            surrogate.gradient, POLICY, replica.params, None, samples, weights
-        )
+        found, _ = replica.start(surrogate.gradient, POLICY, samples, weights)
     (count,) = flops
     return jax.device_get(found), count
 

@@ -120,9 +120,9 @@ class Stream:
         self._ended = "is finished"
         ledger, schedule, parts = self._ledger, self._schedule, self._learner.structure
         denominator = ledger.denominator(self._denominator)
-        values = jax.device_get([computed.evaluated for computed in ledger.calls])
-        ledger.check_finite(values, bool(parts and parts.additive))
-        ledger.check_prompts(jax.device_get(ledger.prompt_finite))
+        evaluated = [computed.evaluated for computed in ledger.calls]
+        values, prompts = jax.device_get((evaluated, ledger.prompt_finite))
+        ledger.check_finite(values, prompts, bool(parts and parts.additive))
         gradient, norm = self._learner.finish(denominator)
         ledger.check_norm(norm)
         report = ledger.report(
@@ -145,7 +145,11 @@ class Stream:
 
         0 where there are no rewards.
         """
-        return self._ledger.by_member
+        return {
+            (group, member): advantage
+            for group, members in self._ledger.advantages.items()
+            for member, advantage in members.items()
+        }
 
     @property
     def lost_groups(self) -> list[Hashable]:

@@ -30,7 +30,7 @@ from thundersync_jax.stream.refusals import (
 )
 from thundersync_jax.stream.schedule import BATCH, Call, Release, Rules, Schedule
 from thundersync_jax.stream.segments import Segments
-from thundersync_jax.stream.surrogate import Structure, Surrogate
+from thundersync_jax.stream.surrogate import Surrogate
 
 Tree = Any
 
@@ -108,9 +108,12 @@ class GradientStream(Stream):
         refusals.check_uniform(uniform_groups, estimator is not None)
         refusals.check_count("rows_per_call", rows_per_call, "give at least 1")
         self._estimator = estimator
-        self._coefficients = Coefficients(estimator)
+        # Advantages by reward, of the units whose rewards are in. An advantage follows
+        # from the member's own reward and those of its unit: its group, all groups that
+        # count, or nobody else's.
+        self._tables: dict[Hashable, dict[float, float]] = {}
         self._exact = accumulator == "exact"
-        scope = self._coefficients.scope
+        scope = "member" if estimator is None else estimator.scope
         lossy = "drop" in (partial_groups, uniform_groups)
         few = scope != "member" and (self._exact or not estimator.affine)
         rules = Rules(
@@ -261,8 +264,9 @@ class GradientStream(Stream):
         rewards = [reward for reward in survivors.values() if reward is not None]
         if len(set(rewards)) == 1:
             self._ledger.uniform.add(group)
+        if self._scope == "group":
+            self._tables[group] = self._estimator.table(rewards)
         if self._scope != "batch":
-            self._coefficients.close(group, rewards)
             self._weigh(group, survivors)
 
     def _close_batch(self) -> None:
@@ -270,14 +274,13 @@ class GradientStream(Stream):
         survivors = self._schedule.roster.survivors
         groups = {group: survivors(group) for group in self._ledger.advantages}
         rewards = [r for members in groups.values() for r in members.values()]
-        self._coefficients.close(BATCH, rewards)
+        self._tables[BATCH] = self._estimator.table(rewards)
         for group, members in groups.items():
             self._weigh(group, members)
 
     def _weigh(self, group: Hashable, survivors: dict[int, float | None]) -> None:
         """Advantages of a kept group, now that they are known."""
-        advantage = self._coefficients.advantage
-        advantages = {m: advantage(group, reward) for m, reward in survivors.items()}
+        advantages = {m: self._advantage(group, r) for m, r in survivors.items()}
         self._ledger.advantages[group] = advantages
         parts = self._learner.structure
         if parts and not (parts.additive or parts.sums or parts.maxima):
@@ -287,7 +290,7 @@ class GradientStream(Stream):
     def _fold(self) -> None:
         for fold in self._schedule.folds():
             self._open.discard(fold.place)
-            self._learner.fold(fold, self._coefficients.table(fold.unit))
+            self._learner.fold(fold, self._tables.get(fold.unit))
         self._close_prompts()
 
     def _next_call(self) -> Call | None:
@@ -301,7 +304,7 @@ class GradientStream(Stream):
         early = tuple(self._schedule.early(item.group) for item in call.items)
         if early[0] and call.place is not None:
             self._hold(call.place)
-        unit, linear = self._coefficients.unit(first.group), None
+        unit, linear = self._unit(first.group), None
         if call.place is not None and self._schedule.by_baseline:
             linear = None if self._exact else unit
             certain = not self._lossy or first.group in ledger.advantages
@@ -310,11 +313,35 @@ class GradientStream(Stream):
             )
         else:
             samples += samples[:1] * (call.rows - len(samples))
-            weights = self._coefficients.weights(call, rewards, self._learner.structure)
+            weights = self._weights(call, rewards)
             evaluated = self._learner.weighed(call, samples, weights, unit)
         ledger.record_call(Computed(call, early, linear, evaluated))
         if self._on_call:
             self._on_call(call, evaluated.finite)
+
+    def _unit(self, group: Hashable) -> Hashable:
+        """The name of a group's unit, as the schedule has it."""
+        return BATCH if self._scope == "batch" else group
+
+    def _advantage(self, group: Hashable, reward: float | None) -> float:
+        """The advantage of a member with this reward; 0 where there are no rewards."""
+        if reward is None:
+            return 0.0
+        if self._scope == "member":
+            return self._estimator.table([reward])[reward]
+        return self._tables[self._unit(group)][reward]
+
+    def _weights(self, call: Call, rewards: Sequence[float | None]) -> np.ndarray:
+        """What the parts of a call's samples are multiplied by, of complete units.
+
+        Returns:
+          float64[rows, 2]: advantage, and 1 where there is something additive.
+        """
+        weights, parts = np.zeros((call.rows, 2)), self._learner.structure
+        for row, item, reward in zip(weights, call.items, rewards, strict=False):
+            row[0] = self._advantage(item.group, reward) if parts.weighted else 0.0
+            row[1] = parts.additive
+        return weights
 
     def _check_start(self, group: Hashable, member: int, sample: Tree) -> None:
         """Requires a sample to begin where the prompt of its group ends.
@@ -327,67 +354,3 @@ class GradientStream(Stream):
         start = int(sample.tree["start"])
         end = start + sample.real_tokens
         refusals.check_place(group, member, start, prompt[0], end, slots=end)
-
-
-class Coefficients:
-    """What gradients are multiplied by, as the rewards of a step come in.
-
-    An advantage follows from the member's own reward and from the rewards of its
-    *unit*: its group, all groups that count, or nobody else's (scope). Plain float64
-    numbers: tables of advantages by reward, of the units whose rewards are in.
-
-    Args:
-      estimator: Makes them, or None where there are no rewards.
-    """
-
-    def __init__(self, estimator: Estimator | None):
-        self._estimator = estimator
-        self.scope = "member" if estimator is None else estimator.scope
-        self._tables: dict[Hashable, dict[float, float]] = {}
-
-    def unit(self, group: Hashable) -> Hashable:
-        """The name of a group's unit, as in module `schedule`."""
-        return BATCH if self.scope == "batch" else group
-
-    def close(self, unit: Hashable, rewards: Sequence[float]) -> None:
-        """All rewards of a unit are in.
-
-        Raises:
-          ValueError: The estimator does not do what it declares.
-        """
-        if self.scope != "member":
-            self._tables[unit] = self._estimator.table(rewards)
-
-    def advantage(self, group: Hashable, reward: float | None) -> float:
-        """Of a member with this reward; 0 where there are no rewards."""
-        if reward is None:
-            return 0.0
-        if self.scope == "member":
-            return self._estimator.table([reward])[reward]
-        return self._tables[self.unit(group)][reward]
-
-    def weights(
-        self, call: Call, rewards: Sequence[float | None], parts: Structure
-    ) -> np.ndarray:
-        """What the parts of a call's samples are multiplied by.
-
-        Args:
-          call: Of samples of complete units.
-          rewards: One for each of its items, None where there are none.
-          parts: Which parts the surrogate has.
-
-        Returns:
-          float64[rows, 2]: advantage, and 1 where there is something additive.
-        """
-        weights = np.zeros((call.rows, 2))
-        weights[: len(call.items), 1] = parts.additive
-        if parts.weighted:
-            weights[: len(call.items), 0] = [
-                self.advantage(item.group, reward)
-                for item, reward in zip(call.items, rewards, strict=True)
-            ]
-        return weights
-
-    def table(self, unit: Hashable) -> dict[float, float] | None:
-        """Advantages by reward, None where the unit does not count."""
-        return self._tables.get(unit)

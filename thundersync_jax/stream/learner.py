@@ -5,6 +5,7 @@ multiplied by, or that they are not known yet. No method but `wait` and `finish`
 for a device.
 """
 
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -14,7 +15,14 @@ import numpy as np
 from thundersync_jax.stream import mesh, padding, refusals, sums, surrogate
 from thundersync_jax.stream import segments as seg
 from thundersync_jax.stream.mesh import IN_FLIGHT, Replica
-from thundersync_jax.stream.schedule import Call, Fold, Prompt, TurnCall, TurnFold
+from thundersync_jax.stream.schedule import (
+    BATCH,
+    Call,
+    Fold,
+    Prompt,
+    TurnCall,
+    TurnFold,
+)
 from thundersync_jax.stream.surrogate import Evaluated, Structure
 
 Tree = Any
@@ -58,11 +66,9 @@ class Learner:
                 refusals.check_exact(x.dtype, len(views), self.in_pieces)
         self._sums = sums.KINDS[accumulator](views, self._params)
         self._sum_bytes = sums.bytes_per_device(self._params, accumulator)
-        self._prompts = (
-            seg.Prompts(function, self._replicas, accumulator)
-            if self.in_pieces
-            else None
-        )
+        self._accumulator = accumulator
+        self._prompts: dict[Hashable, Tree] = {}  # by group
+        self._shared: dict[tuple[Hashable, int], seg.SharedPrompt] = {}  # and replica
         self._trajectories: dict[int, seg.OpenTrajectory] = {}  # by place
         layout = padding.placed((self._params, self._frozen))
         self._layout = padding.number(layout)
@@ -96,21 +102,21 @@ class Learner:
 
     def open_prompt(self, group: Hashable, sample: Tree) -> None:
         """Announces the prompt that a group shares."""
-        self._prompts.open(group, sample)
+        self._prompts[group] = sample
 
     def bucket(self, group: Hashable, sample: Tree) -> Hashable:
         """What samples have in common that may share a call."""
         shapes = padding.shapes(sample)
-        if self._prompts is None:
+        if not self.in_pieces:
             return shapes
-        return *shapes, padding.shapes(self._prompts.sample(group)), group
+        return *shapes, padding.shapes(self._prompts.get(group)), group
 
     def examine(self, sample: Tree, bucket: Hashable, estimator: Any) -> Structure:
         """Looks at the surrogate's parts, once per shape signature."""
         key, known = (self._layout, bucket[:3]), self._traced.structures
         if key not in known:
             function, params = self._function, self._params
-            if self._prompts is not None:
+            if self.in_pieces:
                 params = params, self._state_shapes(bucket[3])
                 function = function.joined
             known[key] = surrogate.structure(function, params, self._frozen, sample)
@@ -129,7 +135,7 @@ class Learner:
             added, whatever the gradient: 0 * NaN is no 0.
           unit: Name of the unit that the samples belong to.
         """
-        gradient, evaluated = self._gradient(call, samples, weights)
+        gradient, evaluated = self._run(surrogate.gradient, call, samples, weights)
         if np.any(weights) and call.place is None:
             self._direct(call, gradient)
         elif np.any(weights):
@@ -156,11 +162,11 @@ class Learner:
         if not self.structure.additive:
             # A single part: the other coefficient meets nothing.
             ones = np.ones((len(samples), 2))
-            weighted, evaluated = self._gradient(call, samples, ones)
+            weighted, evaluated = self._run(surrogate.gradient, call, samples, ones)
             self._hold(call, unit, reward, weighted, None)
             return evaluated
         weighted, additive, evaluated = self._run(
-            "gradients", surrogate.split_gradient, call, samples
+            surrogate.split_gradient, call, samples
         )
         if certain:
             self._direct(call, additive)
@@ -177,10 +183,9 @@ class Learner:
         """
         item = call.item
         if call.place not in self._trajectories:
+            shared = self._prompt(call.replica, item.group)
             self._trajectories[call.place] = seg.OpenTrajectory(
-                self._function,
-                self._replicas[call.replica],
-                self._shared_state(call.replica, item.group),
+                self._function, self._replicas[call.replica], shared and shared.state
             )
         trajectory = self._trajectories[call.place]
         self._announce("replay" if call.replay else "turn", call.replica, item.bucket)
@@ -197,53 +202,50 @@ class Learner:
         where = Fold(unit, fold.place, None, (fold.replica,), fold.kept)
         self._sums.fold(where, None, weight)
         trajectory = self._trajectories.pop(fold.place, None)
-        if fold.kept and trajectory and self._prompts.sample(fold.group) is not None:
-            shared = self._prompts.on(fold.replica, fold.group)
+        if fold.kept and trajectory and fold.group in self._prompts:
+            shared = self._prompt(fold.replica, fold.group)
             shared.sums.direct(0, trajectory.of_prompt(shared.state, weight))
 
     def fold(self, fold: Fold, table: sums.Table | None) -> None:
         """Adds a unit's sums to the batch with its advantages, or forgets them."""
         self._sums.fold(fold, table)
-        if self._prompts is not None:
-            self._prompts.fold(fold, table)
+        for (group, replica), shared in self._shared.items():
+            if replica in fold.replicas and fold.unit in (group, BATCH):
+                shared.sums.fold(fold._replace(replicas=(0,)), table)
 
     def close_prompt(self, prompt: Prompt) -> list[tuple[int, Evaluated]]:
-        """Differentiates a prompt: all cotangents of its state are in.
+        """Differentiates a prompt, of whose state all cotangents are in, or forgets it.
 
         Returns:
           Per replica that it ran on, the index and what was evaluated.
         """
-        closed = self._prompts.close(prompt)
-        for replica, gradient, _ in closed:
-            self._sums.direct(replica, gradient)
-        return [(replica, evaluated) for replica, _, evaluated in closed]
+        closed = []
+        for replica in prompt.replicas:
+            shared = self._shared.pop((prompt.group, replica), None)
+            if shared is not None and prompt.kept and not shared.sums.empty:
+                gradient, evaluated = shared.gradient()
+                self._sums.direct(replica, gradient)
+                closed.append((replica, evaluated))
+        self._prompts.pop(prompt.group, None)
+        return closed
 
     def finish(self, denominator: float) -> tuple[Tree, jax.Array]:
         """The gradient and its norm; the sums are gone then."""
         return self._sums.finish(denominator)
 
-    def _gradient(self, call: Call, samples: Sequence[Tree], weights: np.ndarray):
-        return self._run("gradient", surrogate.gradient, call, samples, weights)
-
     def _run(
-        self,
-        what: str,
-        program: Callable,
-        call: Call,
-        samples: Sequence[Tree],
-        *weights: np.ndarray,
+        self, program: Callable, call: Call, samples: Sequence[Tree], *weights: Any
     ) -> Any:
         """Starts a gradient program on the call's replica."""
         item, replica = call.items[0], self._replicas[call.replica]
+        what = "gradients" if program is surrogate.split_gradient else "gradient"
         self._announce(what, call.replica, item.bucket, call.rows)
         function, params = self._function, replica.params
-        if self._prompts is not None:
-            state = self._prompts.on(call.replica, item.group).state
+        if self.in_pieces:
+            state = self._prompt(call.replica, item.group).state
             function, params = function.joined, (params, state)
         samples = replica.put(tuple(samples))
-        return replica.start(
-            program, function, params, replica.frozen, samples, *weights
-        )
+        return replica.start(program, function, samples, *weights, params=params)
 
     def _announce(
         self, what: str, replica: int, bucket: Hashable, rows: int = 1
@@ -266,31 +268,39 @@ class Learner:
             self._on_compile(f"{what} of {rows} x {shapes}")
 
     def _direct(self, call: Call, gradient: Tree) -> None:
-        if self._prompts is not None:
+        if self.in_pieces:
             gradient, cotangent = gradient
-            self._prompts.direct(call, cotangent)
+            shared = self._prompt(call.replica, call.items[0].group)
+            shared.sums.direct(0, cotangent)
         self._sums.direct(call.replica, gradient)
 
     def _hold(self, call, unit, reward, weighted, additive) -> None:
-        if self._prompts is not None:
+        if self.in_pieces:
             weighted, of_weighted = weighted or (None, None)
             additive, of_additive = additive or (None, None)
-            self._prompts.hold(call, unit, reward, of_weighted, of_additive)
+            shared = self._prompt(call.replica, call.items[0].group)
+            at_home = call._replace(replica=0)
+            shared.sums.hold(at_home, unit, reward, of_weighted, of_additive)
         self._sums.hold(call, unit, reward, weighted, additive)
 
-    def _shared_state(self, replica: int, group: Hashable) -> seg.State | None:
-        """The state behind the prompt that a group shares, if it shares one."""
-        if self._prompts.sample(group) is None:
+    def _prompt(self, replica: int, group: Hashable) -> seg.SharedPrompt | None:
+        """The prompt of a group on a replica, which runs it at the first call.
+
+        None where its samples hold it.
+        """
+        if group not in self._prompts:
             return None
-        return self._prompts.on(replica, group).state
+        if (group, replica) not in self._shared:
+            where, sample = self._replicas[replica], self._prompts[group]
+            self._shared[group, replica] = seg.SharedPrompt(
+                self._function, where, sample, self._accumulator
+            )
+        return self._shared[group, replica]
 
     def _state_shapes(self, group: Hashable) -> Tree:
         """Shapes of the state that a group's samples continue."""
-        segments, prompt = self._function, self._prompts.sample(group)
-        return jax.eval_shape(
-            lambda: (
-                segments.empty(segments.slots)
-                if prompt is None
-                else seg.prompt_state(segments, self._params, self._frozen, prompt)
-            )
-        )
+        segments, prompt = self._function, self._prompts.get(group)
+        if prompt is None:
+            return jax.eval_shape(lambda: segments.empty(segments.slots))
+        state = functools.partial(seg.prompt_state, segments)
+        return jax.eval_shape(state, self._params, self._frozen, prompt)

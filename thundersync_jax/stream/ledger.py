@@ -130,15 +130,6 @@ class Ledger:
         self._prompt_groups: list[Hashable] = []
         self.counts: collections.Counter[str] = collections.Counter()
 
-    @property
-    def by_member(self) -> dict[tuple[Hashable, int], float]:
-        """Advantages by (group, member)."""
-        return {
-            (group, member): advantage
-            for group, members in self.advantages.items()
-            for member, advantage in members.items()
-        }
-
     def record_call(self, computed: Computed) -> None:
         """A gradient call has been started; its samples' arrays are let go."""
         self.calls.append(computed)
@@ -174,15 +165,19 @@ class Ledger:
         }[kind]
         return float(count or 1)
 
-    def check_finite(self, values: list[Any], additive: bool) -> None:
+    def check_finite(
+        self, values: list[Any], prompts: list[Any], additive: bool
+    ) -> None:
         """Looks for gradients that would ruin the parameters.
 
         Args:
           values: What the device evaluated, fetched, one per call.
+          prompts: `prompt_finite`, fetched.
           additive: Whether every sample has an additive part.
 
         Raises:
-          StreamError: There are some; names their trajectories.
+          StreamError: There are some; names their trajectories, or their groups where
+            those of shared prompts are at fault.
         """
         bad = []
         for computed, evaluated in zip(self.calls, values, strict=True):
@@ -203,19 +198,10 @@ class Ledger:
                 "tokens, weights and reward, nothing was updated"
             )
 
-    def check_prompts(self, finite: list[Any]) -> None:
-        """Looks for gradients of shared prompts that would ruin the parameters.
-
-        Args:
-          finite: `prompt_finite`, fetched.
-
-        Raises:
-          StreamError: There are some; names their groups.
-        """
-        fetched = zip(self._prompt_groups, finite, strict=True)
-        if bad := [repr(group) for group, fine in fetched if not fine]:
+        fetched = zip(self._prompt_groups, prompts, strict=True)
+        if groups := [repr(group) for group, finite in fetched if not finite]:
             raise StreamError(
-                f"the gradient of the prompt of group {', '.join(bad[:8])} is not "
+                f"the gradient of the prompt of group {', '.join(groups[:8])} is not "
                 "finite; look at its members' weights and rewards, nothing was updated"
             )
 

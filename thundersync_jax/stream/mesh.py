@@ -197,9 +197,24 @@ class Replica:
         """
         return jax.device_put(sample, self._sharding)
 
-    def start(self, program: Callable, *arguments: Any) -> Any:
-        """Starts a program whose last result is an `Evaluated`: one more running."""
-        results = self.run(program, *arguments)
+    def start(
+        self,
+        program: Callable,
+        function: Callable,
+        *arguments: Any,
+        params: Tree = None,
+    ) -> Any:
+        """Starts a gradient program: one more running.
+
+        Args:
+          program: Of (function, params, frozen, *arguments); its last result is an
+            `Evaluated`.
+          function: The surrogate.
+          *arguments: Samples, states and weights.
+          params: What is differentiated in place of the replica's own parameters.
+        """
+        params = self.params if params is None else params
+        results = self.run(program, function, params, self.frozen, *arguments)
         self._running.append(results[-1].finite)
         return results
 

@@ -168,8 +168,7 @@ def places(release: str, scope: str, lossy: bool, open_groups: Any) -> int:
 
 def check_open_groups(open_groups: Any) -> None:
     """Requires places for the sums of groups that miss rewards."""
-    whole = isinstance(open_groups, numbers.Integral)
-    if not whole or isinstance(open_groups, bool) or open_groups < 1:
+    if not _counts(open_groups):
         raise ValueError(
             f"open_groups is {open_groups!r} with release 'trajectory', expected at "
             "least 1 group that may hold sums. Set open_groups to 4 or release to "
@@ -189,8 +188,7 @@ def check_addends(group: Hashable, member: int, samples: int) -> None:
 
 def check_count(name: str, value: Any, way_out: str) -> None:
     """Requires a whole number above 0."""
-    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    if not whole or value < 1:
+    if not _counts(value):
         raise ValueError(f"{name} is {value!r}; {way_out}")
 
 
@@ -246,13 +244,8 @@ def check_settled(outstanding: list[tuple[Hashable, int]]) -> None:
 
 def baseline(group: Hashable, value: Any) -> float:
     """Returns what is subtracted from a group's rewards as a float."""
-    number = _number(value)
-    if not abs(number) < LARGEST_REWARD:
-        raise ValueError(
-            f"group {group!r} has baseline {value!r:.60}; expected a finite number "
-            f"below {LARGEST_REWARD:g}, in units of the reward"
-        )
-    return number
+    expected = "expected a finite number below 1e30, in units of the reward"
+    return _number(value, f"group {group!r} has baseline", expected)
 
 
 def reward(
@@ -263,19 +256,24 @@ def reward(
     Raises:
       ValueError: It is not one finite number, or there is no estimator to use it.
     """
+    received = f"group {group!r} member {member} got reward"
     if estimator is None:
         raise ValueError(
-            f"group {group!r} member {member} got reward {value!r:.60} and estimator "
-            "is None, which has no use for rewards; leave them out or give one"
+            f"{received} {value!r:.60} and estimator is None, which has no use for "
+            "rewards; leave them out or give one"
         )
-    number = _number(value)
-    if not abs(number) < LARGEST_REWARD:
-        raise ValueError(
-            f"group {group!r} member {member} got reward {value!r:.60}; expected a "
-            "finite number below 1e30. Call fail(..., reason='invalid_reward') for a "
-            "missing verdict"
-        )
-    return number
+    expected = (
+        "expected a finite number below 1e30. Call fail(..., "
+        "reason='invalid_reward') for a missing verdict"
+    )
+    return _number(value, received, expected)
+
+
+def weight(group: Hashable, member: int, value: Any) -> float:
+    """Returns what a trajectory's gradient is multiplied by, as a float."""
+    received = f"group {group!r} member {member} completed with weight"
+    expected = "expected a finite number, as one over its trained tokens"
+    return _number(value, received, expected)
 
 
 def tokens(group: Hashable, member: int, value: Any, needed: bool) -> int:
@@ -302,17 +300,6 @@ def tokens(group: Hashable, member: int, value: Any, needed: bool) -> int:
             "trained tokens"
         )
     return count
-
-
-def weight(group: Hashable, member: int, value: Any) -> float:
-    """Returns what a trajectory's gradient is multiplied by, as a float."""
-    number = _number(value)
-    if not abs(number) < LARGEST_REWARD:
-        raise ValueError(
-            f"group {group!r} member {member} completed with weight {value!r:.60}; "
-            "expected a finite number, as one over its trained tokens"
-        )
-    return number
 
 
 def failed(group: Hashable, member: int, reason: str) -> StreamError:
@@ -342,9 +329,16 @@ def check_version(group: Hashable, member: int, version: Any, expected: Any) -> 
         )
 
 
-def _number(value: Any) -> float:
-    """As a float; NaN where it is none."""
+def _counts(value: Any) -> bool:
+    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    return whole and value >= 1
+
+
+def _number(value: Any, received: str, expected: str) -> float:
     try:
-        return math.nan if isinstance(value, str) else float(value)
+        number = math.nan if isinstance(value, str) else float(value)
     except (TypeError, ValueError, OverflowError):
-        return math.nan
+        number = math.nan
+    if not abs(number) < LARGEST_REWARD:
+        raise ValueError(f"{received} {value!r:.60}; {expected}")
+    return number

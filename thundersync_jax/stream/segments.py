@@ -28,14 +28,13 @@ The last hidden vector of a segment is part of its state: it predicts the first 
 the next. An observation is run at the start of the segment behind it, so that one at
 the end of a trajectory, which no action follows, is never run.
 
-First the functions, of pytrees alone; then what open trajectories (`OpenTrajectory`)
-and the prompts of groups (`Prompts`) hold on their replicas. This module knows no model
-and decides nothing.
+First the functions, of pytrees alone; then what an open trajectory and a prompt that a
+group shares hold on their replica. This module knows no model and decides nothing.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -45,7 +44,6 @@ import numpy as np
 from thundersync_jax.stream import sums
 from thundersync_jax.stream.accumulator import sum_dtype
 from thundersync_jax.stream.mesh import Replica
-from thundersync_jax.stream.schedule import BATCH, Call, Fold, Prompt
 from thundersync_jax.stream.surrogate import Evaluated, Surrogate, all_finite, parts
 
 Tree = Any
@@ -100,27 +98,19 @@ class Segments:
 
 
 class Turn(NamedTuple):
-    """What a segment of an open trajectory leaves.
+    """What a segment of an open trajectory leaves, differentiated or replayed.
 
     Attributes:
-      gradient: Of its `additive`, with respect to the parameters.
-      state: After it.
+      gradient: With respect to the parameters: of its `additive`, or of what later
+        segments pulled through it.
+      state: After it; None of a replayed one.
       pulled: Cotangents of `kept`, all segments so far added up, float32.
       of_last: Cotangent of `last` before it, float32.
-      evaluated: Its parts, one row.
+      evaluated: Its parts, one row; none of a replayed one.
     """
 
     gradient: Tree
-    state: State
-    pulled: Tree
-    of_last: Tree
-    evaluated: Evaluated
-
-
-class Replayed(NamedTuple):
-    """What pushing cotangents through a segment brings; fields as in `Turn`."""
-
-    gradient: Tree
+    state: State | None
     pulled: Tree
     of_last: Tree
     evaluated: Evaluated
@@ -202,15 +192,16 @@ def turn(
         row = parts(out)
         return row[1], (own, jax.lax.stop_gradient(row))
 
-    found, (own, row) = jax.grad(additive, argnums=(0, 1), has_aux=True)(params, state)
-    gradient, of_state = found
+    grad = jax.grad(additive, argnums=(0, 1), has_aux=True)
+    gradients, (own, row) = grad(params, state)
+    gradient, of_state = gradients
     kept = _written(segments.axis, state.kept, own.kept, sample["start"])
     return Turn(
         gradient,
         State(kept, own.last),
         _added(pulled, of_state.kept),
         jax.tree.map(lambda x: x.astype(sum_dtype(x.dtype)), of_state.last),
-        Evaluated(row[None], all_finite(found)),
+        Evaluated(row[None], all_finite(gradients)),
     )
 
 
@@ -224,7 +215,7 @@ def replay(
     of_last: Tree,
     of_last_before: Tree,
     sample: Tree,
-) -> Replayed:
+) -> Turn:
     """Pushes what later segments pulled through an earlier one.
 
     Args:
@@ -244,14 +235,14 @@ def replay(
 
     own, pull = jax.vjp(own_state, params, state)
     of_own = State(_read(segments.axis, pulled, own.kept, start), of_last)
-    found = pull(_like(of_own, own))
-    gradient, of_state = found
+    gradients = pull(_like(of_own, own))
+    gradient, of_state = gradients
     added = _added(pulled, of_state.kept)
     # What its own tokens and all behind them were given has been passed on.
     before = functools.partial(_before, segments.axis, start=start)
     pulled = jax.tree.map(before, added)
     of_last = _added(of_last_before, of_state.last)
-    return Replayed(gradient, pulled, of_last, _no_rows(found))
+    return Turn(gradient, None, pulled, of_last, _no_rows(gradients))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -260,13 +251,13 @@ def of_prompt(
 ) -> State:
     """What a replayed trajectory pulls of its prompt's state, times its weight."""
     start = jnp.zeros((), jnp.int32)
-    found = State(_read(segments.axis, pulled, prompt.kept, start), of_last)
+    cotangent = State(_read(segments.axis, pulled, prompt.kept, start), of_last)
 
     def weigh(x):
         x = x.astype(sum_dtype(x.dtype))
         return x * jnp.asarray(weight, x.dtype)
 
-    return jax.tree.map(weigh, found)
+    return jax.tree.map(weigh, cotangent)
 
 
 class OpenTrajectory:
@@ -288,15 +279,9 @@ class OpenTrajectory:
 
     def turn(self, sample: Tree) -> tuple[Tree, Evaluated]:
         """Starts the next turn. Returns its gradient and what was evaluated."""
-        replica, sample = self._replica, self._replica.put(sample)
-        done = replica.start(
-            turn,
-            self._segments,
-            replica.params,
-            replica.frozen,
-            self._state,
-            self._pulled,
-            sample,
+        sample = self._replica.put(sample)
+        done = self._replica.start(
+            turn, self._segments, self._state, self._pulled, sample
         )
         self._samples.append(sample)
         self._lasts.append(self._state.last)
@@ -313,12 +298,9 @@ class OpenTrajectory:
         Returns:
           A gradient, and what was evaluated beside it.
         """
-        replica = self._replica
-        done = replica.start(
+        done = self._replica.start(
             replay,
             self._segments,
-            replica.params,
-            replica.frozen,
             State(self._state.kept, self._lasts[index]),
             self._pulled,
             self._of_lasts[index + 1],
@@ -330,18 +312,18 @@ class OpenTrajectory:
 
     def of_prompt(self, prompt: State, weight: float) -> State:
         """The cotangent of its prompt's state, once replayed, times its weight."""
+        pulled, of_last, weight = self._pulled, self._of_lasts[0], np.float64(weight)
         return self._replica.run(
-            of_prompt,
-            self._segments,
-            prompt,
-            self._pulled,
-            self._of_lasts[0],
-            np.float64(weight),
+            of_prompt, self._segments, prompt, pulled, of_last, weight
         )
 
 
 class SharedPrompt:
     """A group's prompt on one replica: run forward once, and backward once.
+
+    Each member's gradient is taken with respect to the parameters and to the state
+    behind the prompt. The cotangents of that state are summed as the gradients are, in
+    the same kind of sums, and pushed through the prompt once all are in.
 
     Args:
       segments: The surrogate.
@@ -351,7 +333,7 @@ class SharedPrompt:
 
     Attributes:
       state: What the prompt leaves for those that continue it.
-      sums: Cotangents of the state, weighed and added up as gradients are.
+      sums: Cotangents of the state, for one replica.
     """
 
     def __init__(self, segments: Segments, replica: Replica, sample: Tree, kind: str):
@@ -364,87 +346,10 @@ class SharedPrompt:
 
     def gradient(self) -> tuple[Tree, Evaluated]:
         """Starts the gradient of the prompt, of everything in the sums."""
-        replica = self._replica
-        return replica.start(
-            prompt_gradient,
-            self._segments,
-            replica.params,
-            replica.frozen,
-            self._sample,
-            self.sums.read(0),
+        cotangent = self.sums.read(0)
+        return self._replica.start(
+            prompt_gradient, self._segments, self._sample, cotangent
         )
-
-
-class Prompts:
-    """All prompts that the groups of a step share, on their replicas.
-
-    Each member's gradient is taken with respect to the parameters and to the state
-    behind the prompt. The cotangents of that state are summed as the gradients are (the
-    same kind of sums, on a small tree) and pushed through the prompt once all are in.
-
-    Args:
-      segments: The surrogate.
-      replicas: Of the learner.
-      kind: Of the sums, "plain" or "exact".
-    """
-
-    def __init__(self, segments: Segments, replicas: Sequence[Replica], kind: str):
-        self._segments, self._replicas, self._kind = segments, replicas, kind
-        self._samples: dict[Hashable, Tree] = {}
-        self._shared: dict[tuple[Hashable, int], SharedPrompt] = {}
-
-    def open(self, group: Hashable, sample: Tree) -> None:
-        """Announces the prompt of a group."""
-        self._samples[group] = sample
-
-    def sample(self, group: Hashable) -> Tree | None:
-        """The prompt of a group; None where its samples hold it."""
-        return self._samples.get(group)
-
-    def on(self, replica: int, group: Hashable) -> SharedPrompt:
-        """The prompt of a group on a replica, which it runs at the first call."""
-        if (group, replica) not in self._shared:
-            self._shared[group, replica] = SharedPrompt(
-                self._segments,
-                self._replicas[replica],
-                self._samples[group],
-                self._kind,
-            )
-        return self._shared[group, replica]
-
-    def direct(self, call: Call, cotangent: Tree) -> None:
-        """Adds the cotangent of a call whose coefficients are inside it."""
-        self._of(call).direct(0, cotangent)
-
-    def hold(
-        self, call: Call, unit: Hashable, reward: float | None, weighted, additive
-    ) -> None:
-        """Adds cotangents whose coefficients are unknown, as sums hold gradients."""
-        # A prompt's sums know one replica.
-        self._of(call).hold(call._replace(replica=0), unit, reward, weighted, additive)
-
-    def fold(self, fold: Fold, table: sums.Table | None) -> None:
-        """What is known of a unit now is known of the cotangents of its groups."""
-        for (group, replica), shared in self._shared.items():
-            if replica in fold.replicas and fold.unit in (group, BATCH):
-                shared.sums.fold(fold._replace(replicas=(0,)), table)
-
-    def close(self, prompt: Prompt) -> list[tuple[int, Tree, Evaluated]]:
-        """Differentiates the prompt of a group, and forgets it.
-
-        Returns:
-          Per replica its index, a gradient for the batch, and what was evaluated.
-        """
-        closed = []
-        for replica in prompt.replicas:
-            shared = self._shared.pop((prompt.group, replica), None)
-            if shared is not None and prompt.kept and not shared.sums.empty:
-                closed.append((replica, *shared.gradient()))
-        self._samples.pop(prompt.group, None)
-        return closed
-
-    def _of(self, call: Call):
-        return self.on(call.replica, call.items[0].group).sums
 
 
 def _run(segments, params, frozen, state, sample):
@@ -452,8 +357,8 @@ def _run(segments, params, frozen, state, sample):
     return segments.function(params, *more, state, sample)
 
 
-def _no_rows(found) -> Evaluated:
-    return Evaluated(jnp.zeros((0, 2)), all_finite(found))
+def _no_rows(gradients) -> Evaluated:
+    return Evaluated(jnp.zeros((0, 2)), all_finite(gradients))
 
 
 def _like(cotangent: Tree, primal: Tree) -> Tree:
