@@ -19,8 +19,7 @@ from thundersync_jax.stream.ledger import Entry, Ledger, Report
 from thundersync_jax.stream.padding import Padded
 from thundersync_jax.stream.refusals import Denominator, PartialGroups
 from thundersync_jax.stream.schedule import Close, Item, Schedule, Turns
-
-Tree = Any
+from thundersync_jax.stream.surrogate import Gradient, Sample
 
 
 class Stream:
@@ -99,7 +98,7 @@ class Stream:
         while self.advance():
             self._learner.wait(self._schedule.waits_for)
 
-    def finish(self) -> tuple[Tree, Report]:
+    def finish(self) -> tuple[Gradient, Report]:
         """Ends the step.
 
         Returns:
@@ -186,7 +185,7 @@ class Stream:
                     self._ledger.lost[close.group] = close.verdict
         self.advance()
 
-    def _prompt(self, group: Hashable, prompt: Tree) -> Padded | None:
+    def _prompt(self, group: Hashable, prompt: Sample) -> Padded | None:
         """The prompt of a group as programs take it, if it has one."""
         if prompt is None:
             return None
@@ -204,7 +203,7 @@ class Stream:
         self,
         group: Hashable,
         member: int,
-        sample: Tree,
+        sample: Sample,
         tokens: int | None,
         version: int | None,
         event: str,

@@ -30,7 +30,7 @@ from thundersync_jax.stream.refusals import (
 )
 from thundersync_jax.stream.schedule import BATCH, Call, Release, Rules, Schedule
 from thundersync_jax.stream.segments import Segments
-from thundersync_jax.stream.surrogate import Surrogate
+from thundersync_jax.stream.surrogate import Params, Sample, Surrogate
 
 Tree = Any
 
@@ -84,7 +84,7 @@ class GradientStream(Stream):
     def __init__(
         self,
         surrogate: Callable[..., Surrogate] | Segments,
-        params: Tree,
+        params: Params,
         *,
         estimator: Estimator | None,
         denominator: Denominator = "trajectories",
@@ -144,7 +144,7 @@ class GradientStream(Stream):
         group: Hashable,
         members: int,
         baseline: float = 0.0,
-        prompt: Tree = None,
+        prompt: Sample = None,
     ) -> None:
         """Announces a group: the `members` trajectories of one prompt.
 
@@ -167,7 +167,7 @@ class GradientStream(Stream):
         self,
         group: Hashable,
         member: int,
-        sample: Tree,
+        sample: Sample,
         *,
         tokens: int | None = None,
         policy_version: int | None = None,
@@ -200,7 +200,7 @@ class GradientStream(Stream):
         self,
         group: Hashable,
         member: int,
-        sample: Tree = None,
+        sample: Sample = None,
         *,
         tokens: int | None = None,
         policy_version: int | None = None,
@@ -343,7 +343,7 @@ class GradientStream(Stream):
             row[1] = parts.additive
         return weights
 
-    def _check_start(self, group: Hashable, member: int, sample: Tree) -> None:
+    def _check_start(self, group: Hashable, member: int, sample: Sample) -> None:
         """Requires a sample to begin where the prompt of its group ends.
 
         Only `Padded` ones tell their lengths.

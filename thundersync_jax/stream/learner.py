@@ -23,7 +23,13 @@ from thundersync_jax.stream.schedule import (
     TurnCall,
     TurnFold,
 )
-from thundersync_jax.stream.surrogate import Evaluated, Structure
+from thundersync_jax.stream.surrogate import (
+    Evaluated,
+    Gradient,
+    Params,
+    Sample,
+    Structure,
+)
 
 Tree = Any
 
@@ -47,7 +53,7 @@ class Learner:
     def __init__(
         self,
         function: Callable | seg.Segments,
-        params: Tree,
+        params: Params,
         frozen: Tree,
         accumulator: str,
         on_compile: Callable[[str], None] | None = None,
@@ -67,7 +73,7 @@ class Learner:
         self._sums = sums.KINDS[accumulator](views, self._params)
         self._sum_bytes = sums.bytes_per_device(self._params, accumulator)
         self._accumulator = accumulator
-        self._prompts: dict[Hashable, Tree] = {}  # by group
+        self._prompts: dict[Hashable, Sample] = {}  # by group
         self._shared: dict[tuple[Hashable, int], seg.SharedPrompt] = {}  # and replica
         self._trajectories: dict[int, seg.OpenTrajectory] = {}  # by place
         layout = padding.placed((self._params, self._frozen))
@@ -96,22 +102,22 @@ class Learner:
         chosen = range(len(self._replicas)) if among is None else among
         mesh.wait_for_any([self._replicas[i] for i in chosen])
 
-    def put(self, tree: Tree) -> Tree:
+    def put(self, sample: Sample) -> Sample:
         """Brings a sample to the device early, where it is known which that is."""
-        return self._replicas[0].put(tree) if len(self._replicas) == 1 else tree
+        return self._replicas[0].put(sample) if len(self._replicas) == 1 else sample
 
-    def open_prompt(self, group: Hashable, sample: Tree) -> None:
+    def open_prompt(self, group: Hashable, sample: Sample) -> None:
         """Announces the prompt that a group shares."""
         self._prompts[group] = sample
 
-    def bucket(self, group: Hashable, sample: Tree) -> Hashable:
+    def bucket(self, group: Hashable, sample: Sample) -> Hashable:
         """What samples have in common that may share a call."""
         shapes = padding.shapes(sample)
         if not self.in_pieces:
             return shapes
         return *shapes, padding.shapes(self._prompts.get(group)), group
 
-    def examine(self, sample: Tree, bucket: Hashable, estimator: Any) -> Structure:
+    def examine(self, sample: Sample, bucket: Hashable, estimator: Any) -> Structure:
         """Looks at the surrogate's parts, once per shape signature."""
         key, known = (self._layout, bucket[:3]), self._traced.structures
         if key not in known:
@@ -124,7 +130,7 @@ class Learner:
         return known[key]
 
     def weighed(
-        self, call: Call, samples: Sequence[Tree], weights: np.ndarray, unit: Hashable
+        self, call: Call, samples: Sequence[Sample], weights: np.ndarray, unit: Hashable
     ) -> Evaluated:
         """One gradient of sum_i a_i * weighted_i + b_i * additive_i.
 
@@ -145,7 +151,7 @@ class Learner:
     def unweighed(
         self,
         call: Call,
-        samples: Sequence[Tree],
+        samples: Sequence[Sample],
         unit: Hashable,
         reward: float,
         certain: bool,
@@ -174,7 +180,7 @@ class Learner:
         self._hold(call, unit, reward, weighted, additive)
         return evaluated
 
-    def turn(self, call: TurnCall, sample: Tree) -> Evaluated:
+    def turn(self, call: TurnCall, sample: Sample) -> Evaluated:
         """Differentiates the next turn of a trajectory, or replays an earlier one.
 
         Args:
@@ -229,12 +235,12 @@ class Learner:
         self._prompts.pop(prompt.group, None)
         return closed
 
-    def finish(self, denominator: float) -> tuple[Tree, jax.Array]:
+    def finish(self, denominator: float) -> tuple[Gradient, jax.Array]:
         """The gradient and its norm; the sums are gone then."""
         return self._sums.finish(denominator)
 
     def _run(
-        self, program: Callable, call: Call, samples: Sequence[Tree], *weights: Any
+        self, program: Callable, call: Call, samples: Sequence[Sample], *weights: Any
     ) -> Any:
         """Starts a gradient program on the call's replica."""
         item, replica = call.items[0], self._replicas[call.replica]
@@ -267,7 +273,7 @@ class Learner:
             shapes = ", ".join(str(shape) for shape, _ in bucket[1])
             self._on_compile(f"{what} of {rows} x {shapes}")
 
-    def _direct(self, call: Call, gradient: Tree) -> None:
+    def _direct(self, call: Call, gradient: Gradient) -> None:
         if self.in_pieces:
             gradient, cotangent = gradient
             shared = self._prompt(call.replica, call.items[0].group)

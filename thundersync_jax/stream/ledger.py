@@ -15,74 +15,50 @@ from thundersync_jax.stream.schedule import BATCH, Call, Item
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """One step of gradient streaming in numbers.
+    """One step of gradient streaming in numbers."""
 
-    Attributes:
-      kept_groups: Groups that count.
-      dropped_groups: Groups that left nothing, because a member failed or all did.
-      filtered_groups: Groups that left nothing, because their raw rewards were equal.
-      short_groups: Kept groups with failed members.
-      uniform_groups: Kept groups whose rewards are all equal.
-      kept_members: Members that count.
-      failed_members: Members that failed, in kept and in dropped groups.
-      invalid_rewards: Those of them that failed with reason "invalid_reward".
-      rewards: Rewards of members that did not fail, whatever became of their groups.
-      reward_mean: Their mean; NaN where there is none.
-      tokens: Tokens of the kept members, as the caller counted them.
-      denominator: Z, what the sums were divided by.
-      direct: The other computed samples that count.
-      streamed: Samples that count whose gradient started while rewards that their
-        advantage depends on, or that decide whether they count, were missing. Where
-        there are no rewards: while members of the step were not settled.
-      waited: Samples that were ready before all rewards they depend on were in and
-        yet were not streamed: no place for sums was free, or the learner was busy.
-      waited_for_bucket: Members among them whose reward would have been the third of
-        their group: two sums serve two rewards, unless the estimator is affine and
-        sums are plain.
-      skipped: Samples with advantage 0 and nothing additive, which cost no compute.
-      discarded: Samples computed for a group that was dropped or filtered later.
-      calls: Gradient calls.
-      compiles: Gradient programs compiled in this step.
-      open_groups_max: The most groups that held sums at a time, rewards missing.
-      group_sum_bytes: Bytes per device of the group sums that were needed.
-      gradient_norm: L2 norm of the gradient, before any clipping.
-      padded_over_real_tokens: Computed tokens, empty rows included, over real ones;
-        1 where the caller pads nothing, NaN where nothing was computed.
-      streamed_share: Share of the computed samples with an advantage other than 0 that
-        were streamed, of all computed ones where there are no rewards; NaN where there
-        is none.
-      loss: The loss this is the gradient of.
-      metrics: The surrogate's metrics over kept members.
-      diagnostics: The surrogate's diagnostics over the computed ones among them.
-    """
-
-    kept_groups: int
-    dropped_groups: int
+    kept_groups: int  #: groups that count
+    dropped_groups: int  #: groups that left nothing, because a member failed or all did
+    #: Groups that left nothing, because their raw rewards were equal.
     filtered_groups: int
-    short_groups: int
-    uniform_groups: int
-    kept_members: int
-    failed_members: int
-    invalid_rewards: int
+    short_groups: int  #: kept groups with failed members
+    uniform_groups: int  #: kept groups whose rewards are all equal
+    kept_members: int  #: members that count
+    failed_members: int  #: members that failed, in kept and in dropped groups
+    invalid_rewards: int  #: failed members with reason "invalid_reward"
+    #: Rewards of members that did not fail, whatever became of their groups.
     rewards: int
-    reward_mean: float
-    tokens: int
-    denominator: float
-    direct: int
+    reward_mean: float  #: mean of these rewards; NaN where there is none
+    tokens: int  #: tokens of the kept members, as the caller counted them
+    denominator: float  #: Z, what the sums were divided by
+    direct: int  #: computed samples that count and were not streamed
+    #: Samples that count whose gradient started while rewards that their advantage
+    #: depends on, or that decide whether they count, were missing. Where there are no
+    #: rewards: while members of the step were not settled.
     streamed: int
+    #: Samples that were ready before all rewards they depend on were in and yet were
+    #: not streamed: no place for sums was free, or the learner was busy.
     waited: int
+    #: Members that waited as their reward was the third of their group: two sums serve
+    #: two rewards, unless the estimator is affine and sums are plain.
     waited_for_bucket: int
+    #: Samples with advantage 0 and nothing additive, which cost no compute.
     skipped: int
-    discarded: int
-    calls: int
-    compiles: int
-    open_groups_max: int
-    group_sum_bytes: int
-    gradient_norm: float
+    discarded: int  #: samples computed for a group that was dropped or filtered later
+    calls: int  #: gradient calls
+    compiles: int  #: gradient programs compiled in this step
+    open_groups_max: int  #: the most groups that held sums at a time, rewards missing
+    group_sum_bytes: int  #: bytes per device of the group sums that were needed
+    gradient_norm: float  #: L2 norm of the gradient, before any clipping
+    #: Computed tokens, empty rows included, over real ones; 1 where the caller pads
+    #: nothing, NaN where nothing was computed.
     padded_over_real_tokens: float
+    #: Share of the computed samples with an advantage other than 0 that were streamed,
+    #: of all computed ones where there are no rewards; NaN where there is none.
     streamed_share: float
-    loss: float
-    metrics: dict[str, float]
+    loss: float  #: the loss this is the gradient of
+    metrics: dict[str, float]  #: the surrogate's metrics over kept members
+    #: The surrogate's diagnostics over those kept members that were computed.
     diagnostics: dict[str, float]
 
 

@@ -44,7 +44,15 @@ import numpy as np
 from thundersync_jax.stream import sums
 from thundersync_jax.stream.accumulator import sum_dtype
 from thundersync_jax.stream.mesh import Replica
-from thundersync_jax.stream.surrogate import Evaluated, Surrogate, all_finite, parts
+from thundersync_jax.stream.surrogate import (
+    Evaluated,
+    Gradient,
+    Params,
+    Sample,
+    Surrogate,
+    all_finite,
+    parts,
+)
 
 Tree = Any
 
@@ -109,7 +117,7 @@ class Turn(NamedTuple):
       evaluated: Its parts, one row; none of a replayed one.
     """
 
-    gradient: Tree
+    gradient: Gradient
     state: State | None
     pulled: Tree
     of_last: Tree
@@ -117,15 +125,17 @@ class Turn(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def prompt_state(segments: Segments, params: Tree, frozen: Tree, sample: Tree) -> State:
+def prompt_state(
+    segments: Segments, params: Params, frozen: Tree, sample: Sample
+) -> State:
     """The state behind a prompt: a trajectory's first tokens."""
     return _run(segments, params, frozen, segments.empty(0), sample)[1]
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def prompt_gradient(
-    segments: Segments, params: Tree, frozen: Tree, sample: Tree, cotangent: State
-) -> tuple[Tree, Evaluated]:
+    segments: Segments, params: Params, frozen: Tree, sample: Sample, cotangent: State
+) -> tuple[Gradient, Evaluated]:
     """Pushes the cotangent of a prompt's state through it.
 
     Args:
@@ -170,11 +180,11 @@ def opened(segments: Segments, prompt: State | None) -> tuple[State, Tree]:
 @functools.partial(jax.jit, static_argnums=0)
 def turn(
     segments: Segments,
-    params: Tree,
+    params: Params,
     frozen: Tree,
     state: State,
     pulled: Tree,
-    sample: Tree,
+    sample: Sample,
 ) -> Turn:
     """Gradient of one more segment of an open trajectory.
 
@@ -208,13 +218,13 @@ def turn(
 @functools.partial(jax.jit, static_argnums=0)
 def replay(
     segments: Segments,
-    params: Tree,
+    params: Params,
     frozen: Tree,
     state: State,
     pulled: Tree,
     of_last: Tree,
     of_last_before: Tree,
-    sample: Tree,
+    sample: Sample,
 ) -> Turn:
     """Pushes what later segments pulled through an earlier one.
 
@@ -273,11 +283,11 @@ class OpenTrajectory:
     def __init__(self, segments: Segments, replica: Replica, prompt: State | None):
         self._segments, self._replica = segments, replica
         self._state, self._pulled = replica.run(opened, segments, prompt)
-        self._samples: list[Tree] = []  # by turn, as the next two
+        self._samples: list[Sample] = []  # by turn, as the next two
         self._lasts: list[Tree] = []  # `State.last` before the turn
         self._of_lasts: list[Tree] = []  # their cotangents
 
-    def turn(self, sample: Tree) -> tuple[Tree, Evaluated]:
+    def turn(self, sample: Sample) -> tuple[Gradient, Evaluated]:
         """Starts the next turn. Returns its gradient and what was evaluated."""
         sample = self._replica.put(sample)
         done = self._replica.start(
@@ -289,7 +299,7 @@ class OpenTrajectory:
         self._state, self._pulled = done.state, done.pulled
         return done.gradient, done.evaluated
 
-    def replay(self, index: int) -> tuple[Tree, Evaluated]:
+    def replay(self, index: int) -> tuple[Gradient, Evaluated]:
         """Pushes what later turns pulled through an earlier one, last to first.
 
         Args:
@@ -336,7 +346,7 @@ class SharedPrompt:
       sums: Cotangents of the state, for one replica.
     """
 
-    def __init__(self, segments: Segments, replica: Replica, sample: Tree, kind: str):
+    def __init__(self, segments: Segments, replica: Replica, sample: Sample, kind: str):
         self._segments, self._replica = segments, replica
         self._sample = replica.put(sample)
         self.state = replica.run(
@@ -344,7 +354,7 @@ class SharedPrompt:
         )
         self.sums = sums.KINDS[kind]([self.state], self.state)
 
-    def gradient(self) -> tuple[Tree, Evaluated]:
+    def gradient(self) -> tuple[Gradient, Evaluated]:
         """Starts the gradient of the prompt, of everything in the sums."""
         cotangent = self.sums.read(0)
         return self._replica.start(

@@ -16,7 +16,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-Tree = Any
+Tree = Any  # a pytree of arrays
+Params = Any  # one of parameters
+Sample = Any  # one that a surrogate takes
+Gradient = Any  # one like the parameters, of gradients or sums of them
 
 # Weak, so that a function made for one step goes with what it closes over. The cache
 # of jax.jit holds functions too, the latest few thousand; jax.clear_caches empties it.
@@ -112,7 +115,7 @@ def traced(surrogate: Callable) -> Traced:
 
 
 def structure(
-    surrogate: Callable, params: Tree, frozen: Tree, sample: Tree
+    surrogate: Callable, params: Params, frozen: Tree, sample: Sample
 ) -> Structure:
     """Finds the parts of a surrogate without computing anything.
 
@@ -167,11 +170,11 @@ def structure(
 @functools.partial(jax.jit, static_argnums=0)
 def gradient(
     surrogate: Callable,
-    params: Tree,
+    params: Params,
     frozen: Tree,
-    samples: tuple[Tree, ...],
+    samples: tuple[Sample, ...],
     weights: jax.Array,
-) -> tuple[Tree, Evaluated]:
+) -> tuple[Gradient, Evaluated]:
     """Gradient of sum_i a_i * weighted_i + b_i * additive_i.
 
     Args:
@@ -193,8 +196,8 @@ def gradient(
 
 @functools.partial(jax.jit, static_argnums=0)
 def split_gradient(
-    surrogate: Callable, params: Tree, frozen: Tree, samples: tuple[Tree, ...]
-) -> tuple[Tree, Tree, Evaluated]:
+    surrogate: Callable, params: Params, frozen: Tree, samples: tuple[Sample, ...]
+) -> tuple[Gradient, Gradient, Evaluated]:
     """Gradients of sum_i weighted_i and of sum_i additive_i apart, from one forward.
 
     Args:

@@ -25,7 +25,7 @@ from thundersync_jax.stream.padding import Padded
 from thundersync_jax.stream.refusals import Context, Denominator, PartialGroups
 from thundersync_jax.stream.schedule import Prompt, TurnCall, Turns
 from thundersync_jax.stream.segments import Segments
-from thundersync_jax.stream.surrogate import Surrogate
+from thundersync_jax.stream.surrogate import Params, Sample, Surrogate
 
 Tree = Any
 
@@ -65,7 +65,7 @@ class TurnStream(Stream):
     def __init__(
         self,
         surrogate: Segments | Callable[..., Surrogate],
-        params: Tree,
+        params: Params,
         *,
         context: Context = "trajectory",
         denominator: Denominator = "trajectories",
@@ -102,7 +102,7 @@ class TurnStream(Stream):
         self._slots = surrogate.slots if in_pieces else None
         self._ends: dict[tuple[Hashable, int], float] = {}  # in tokens, NaN: unknown
 
-    def open_group(self, group: Hashable, members: int, prompt: Tree = None) -> None:
+    def open_group(self, group: Hashable, members: int, prompt: Sample = None) -> None:
         """Announces a group: the `members` trajectories of one prompt.
 
         Args:
@@ -125,7 +125,7 @@ class TurnStream(Stream):
         self,
         group: Hashable,
         member: int,
-        sample: Tree,
+        sample: Sample,
         *,
         tokens: int | None = None,
         policy_version: int | None = None,
@@ -181,7 +181,7 @@ class TurnStream(Stream):
         self._see(policy_version)
         self._settle(close)
 
-    def _end(self, group: Hashable, member: int, sample: Tree) -> float:
+    def _end(self, group: Hashable, member: int, sample: Sample) -> float:
         """Tokens up to the end of a turn, NaN once one of unknown length came."""
         tokens = self._ends.get((group, member), 0)
         if self._slots is None or not isinstance(sample, Padded):

@@ -3,6 +3,7 @@
 `order` decides on whole samples, `turns` on the turns of open trajectories.
 """
 
+# ruff: noqa: F401
 from .order import Schedule
 from .roster import (
     BATCH,
@@ -18,21 +19,3 @@ from .roster import (
     Verdict,
 )
 from .turns import TurnCall, TurnFold, Turns
-
-__all__ = [
-    "BATCH",
-    "RELEASES",
-    "Call",
-    "Close",
-    "Fold",
-    "Item",
-    "Prompt",
-    "Release",
-    "Roster",
-    "Rules",
-    "Schedule",
-    "TurnCall",
-    "TurnFold",
-    "Turns",
-    "Verdict",
-]

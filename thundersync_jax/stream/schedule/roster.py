@@ -74,32 +74,22 @@ class Prompt(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """When a gradient may start.
+    """When a gradient may start."""
 
-    Attributes:
-      release: "batch", "group" or "trajectory".
-      places: How many units that miss rewards may hold sums at a time.
-      scope: Whose rewards an advantage depends on: the "member", "group" or "batch".
-      rewards: False where a completed member is settled without a reward.
-      drop_partial: Whether a failed member drops its whole group.
-      drop_uniform: Whether equal raw rewards drop a group.
-      most_rewards: Of how many distinct rewards a unit may sum gradients before it is
-        complete; None for any number.
-      exact: Whether every gradient goes into a sum of its reward.
-      rows_per_call: How many samples share a call once that many are waiting.
-      pad_last: Under batch release, whether the last call of a bucket is always padded
-        to that many, or only where samples fill more than half of it.
-    """
-
-    release: Release
-    places: int = 0
+    release: Release  #: "batch", "group" or "trajectory"
+    places: int = 0  #: how many units that miss rewards may hold sums at a time
+    #: Whose rewards an advantage depends on: the "member", "group" or "batch".
     scope: Literal["member", "group", "batch"] = "group"
-    rewards: bool = True
-    drop_partial: bool = True
-    drop_uniform: bool = False
+    rewards: bool = True  #: false where a completed member is settled without a reward
+    drop_partial: bool = True  #: whether a failed member drops its whole group
+    drop_uniform: bool = False  #: whether equal raw rewards drop a group
+    #: Of how many distinct rewards a unit may sum gradients before it is complete; None
+    #: for any number.
     most_rewards: int | None = None
-    exact: bool = False
-    rows_per_call: int = 1
+    exact: bool = False  #: whether every gradient goes into a sum of its reward
+    rows_per_call: int = 1  #: how many samples share a call once that many are waiting
+    #: Under batch release, whether the last call of a bucket is always padded to that
+    #: many, or only where samples fill more than half of it.
     pad_last: bool = True
 
 
