@@ -9,6 +9,7 @@ PLOTS = ["matplotlib>=3.9,<4"]
 TENSORBOARD = ["tensorboardX>=2.6.4,<3"]  # writes event files without TensorFlow
 HF = ["tokenizers>=0.22,<0.25", "jinja2>=3.1.6,<4", "safetensors>=0.6,<0.9"]
 VLLM = ["httpx>=0.28,<0.29"]  # the client; servers have an environment of their own
+DOCS = ["sphinx>=9.0,<10", "myst-parser>=5.1,<6"]
 
 setup(
     name="thundersync_jax",
@@ -36,12 +37,14 @@ setup(
         "tensorboard": TENSORBOARD,
         "hf": HF,
         "vllm": [*HF, *VLLM],
+        "docs": DOCS,
         "test": [
             *TASKS,
             *PLOTS,
             *TENSORBOARD,
             *HF,
             *VLLM,
+            *DOCS,
             "hypothesis>=6.170.17,<7",
             "pytest>=8.2,<10",
             "pytest-xdist>=3.8,<4",

@@ -83,7 +83,7 @@ def bench(
       environment: Makes the task set, in place of `config.env.factory`.
 
     Returns:
-      The JSON object of `--json`; README describes it.
+      The JSON object of `--json`; docs/speed.md describes it.
 
     Raises:
       ConfigError: `steps` < 1, or pictures without a work directory or matplotlib.

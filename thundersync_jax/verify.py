@@ -87,7 +87,8 @@ def verify(
       environment: Makes the task set, in place of `config.env.factory`.
 
     Returns:
-      The JSON object of `--json`; README describes it. "passed" is the verdict.
+      The JSON object of `--json`; docs/exactness.md has its keys, "passed" the
+      verdict.
 
     Raises:
       ConfigError: A release rule is unknown, batch is not among them, or a number is

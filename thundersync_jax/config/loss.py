@@ -70,9 +70,9 @@ def _check_named(setting: str, name: str, built_in: tuple[str, ...]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class LossConfig:
-    """How tokens, trajectories and rewards are weighed; README has the equations."""
+    """How tokens, trajectories and rewards are weighed: docs/losses.md."""
 
-    aggregation: Aggregation = "sequence_mean"  # over tokens; README has the numbers
+    aggregation: Aggregation = "sequence_mean"  # over tokens; docs/losses.md: numbers
     constant: float | None = None  # the divisor of aggregation "constant", in tokens
     surrogate: str = "policy_gradient"  # or module:factory of your own, from LossConfig
     advantage: str = "mean_std"  # of rewards, or module:estimator; none: no rewards

@@ -257,7 +257,7 @@ def baselines(loss: LossConfig, state: dict[str, Any] | None = None) -> PromptBa
 
 
 def denominator(loss: LossConfig) -> str:
-    """Z of an aggregation; README has the table."""
+    """Z of an aggregation; docs/losses.md has the table."""
     return "tokens" if loss.aggregation == "token_mean" else "trajectories"
 
 
