@@ -11,6 +11,8 @@
 #   COMMAND   what runs beside the servers, of thundersync_jax (train)
 #   LEARNER_GPUS  such as "2,3"; empty: as they are
 #   SERVER_FLAGS  further flags of every server, such as "--enforce-eager"
+#   VLLM_CPU_KVCACHE_SPACE  GiB of each CPU server's cache; empty: all slots at full
+#                 length, or a quarter of the machine's memory where that is less
 # Without SERVER_GPUS the servers are taken to run on CPU.
 # The servers end with the trainer, however that ends. Their logs are in WORKDIR.
 set -euo pipefail
@@ -61,7 +63,14 @@ for flag in "$@"; do
 done
 said=$("$python" -m thundersync_jax.export --config="$config" --folder="$weights" \
   --dtype="$dtype" --initial "${tied[@]}" --json "${settings[@]}" | tee /dev/stderr | tail -n 1)
-context=$("$python" -c 'import json, sys; print(json.loads(sys.argv[1])["context_tokens"])' "$said")
+read -r context cache <<<"$("$python" -c '
+import json, math, os, sys
+export, servers = json.loads(sys.argv[1]), int(sys.argv[2])
+memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+cache = min(export["cache_bytes"], memory / 4) / servers
+print(export["context_tokens"], max(1, math.ceil(cache / 2**30)))' "$said" "${SERVERS:-1}")"
+# Without a size, vLLM on CPU wants 92 % of the memory and starts nowhere else.
+if ((!${#gpus[@]})); then export VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-$cache}; fi
 
 set -m # servers and trainer are process groups of their own: Ctrl-C comes here alone
 urls=()

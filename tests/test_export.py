@@ -65,3 +65,12 @@ def test_a_folder_needs_a_name_and_a_policy(tmp_path):
     with pytest.raises(ConfigError, match="holds no policy"):
         export(Config(model=MODEL), tmp_path, folder=str(tmp_path / "x"))
     assert not (tmp_path / "x").exists()
+
+
+def test_servers_learn_how_much_their_cache_takes(tmp_path):
+    config = Config(model=MODEL)
+    folder = str(tmp_path / "x")
+    report = export(config, folder=folder, initial=True, dtype="bfloat16")
+    numbers = config.rollout.slots * config.rollout.context_tokens
+    numbers *= 2 * MODEL.layers * MODEL.kv_heads * MODEL.head_dim
+    assert report["cache_bytes"] == 2 * numbers

@@ -169,12 +169,30 @@ def test_a_port_in_use_is_refused_before_anything_is_done(launch):
     assert not list(workdir.iterdir()) and not done.stdout
 
 
-def test_a_server_that_does_not_start_is_said_with_its_last_words(launch, tmp_path):
+@pytest.mark.parametrize(
+    ("given", "cache"),
+    [
+        ({}, "1"),
+        ({"VLLM_CPU_KVCACHE_SPACE": "7"}, "7"),
+        ({"SERVER_GPUS": "0 1"}, "none"),
+    ],
+    ids=str,
+)
+def test_a_server_that_does_not_start_is_said_with_its_last_words(
+    given, cache, launch, tmp_path
+):
+    """And a CPU server is told how large its cache is."""
     command, environment, _, port = launch
-    (tmp_path / "vllm").write_text("#!/bin/sh\necho no memory left\nexit 3\n")
+    words = "no memory left, cache ${VLLM_CPU_KVCACHE_SPACE:-none}"
+    (tmp_path / "vllm").write_text(f"#!/bin/sh\necho {words}\nexit 3\n")
     done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=LIMIT_SECS
+        command,
+        env=environment | given,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_SECS,
     )
     assert done.returncode == 1
-    assert "is not healthy" in done.stderr and "no memory left" in done.stderr
+    assert "is not healthy" in done.stderr
+    assert f"no memory left, cache {cache}\n" in done.stderr
     assert gone(port)

@@ -13,6 +13,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
+
 from thundersync_jax.chat import byte_level as tokenizer
 from thundersync_jax.config import Config
 from thundersync_jax.config.workdir import replace_json
@@ -93,8 +95,16 @@ def export(
         config_file = Path(folder) / "tokenizer_config.json"
         replace_json(config_file, tokenizer.tokenizer_config())
     print(f"wrote {folder}: {model.layers} layers, {dtype}, step {step}")
-    tokens = config.rollout.context_tokens
-    return {"folder": str(folder), "step": step, "context_tokens": tokens}
+    context_tokens = config.rollout.context_tokens
+    token_bytes = 2 * model.layers * model.kv_heads * model.head_dim
+    token_bytes *= jnp.dtype(dtype).itemsize
+    return {
+        "folder": str(folder),
+        "step": step,
+        "context_tokens": context_tokens,
+        # Keys and values of all slots at full length.
+        "cache_bytes": config.rollout.slots * context_tokens * token_bytes,
+    }
 
 
 def _place(folder: str) -> str:
