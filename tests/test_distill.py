@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from thundersync_jax.ops import distill
+from thundersync_jax.ops import distill, losses
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 
@@ -289,18 +289,18 @@ def test_rows_that_were_not_scored_reach_neither_value_nor_gradient(name, bad):
     teacher_tv = jax.nn.log_softmax(teacher)
 
     def loss(logits, teacher_tv):
-        teacher_tv = distill.select_scored(teacher_tv, weight_t)
+        teacher_tv = losses.select(weight_t != 0, teacher_tv)
         found = jax.vmap(distill.DIVERGENCES[name])(
             jax.vmap(lambda x: distill.logprobs(x, 5, 1.0))(logits), teacher_tv
         )
-        return distill.weighted(found, weight_t)
+        return losses.weighted_sum(found, weight_t)
 
     expected = jax.value_and_grad(loss)(student, teacher_tv)
     found = jax.value_and_grad(loss)(student, teacher_tv.at[1].set(bad))
     jax.tree.map(np.testing.assert_array_equal, found, expected)
     np.testing.assert_array_equal(found[1][1], np.zeros(5))
     assert np.all(np.isfinite(found[1]))
-    value, slope_t = jax.value_and_grad(distill.weighted)(
+    value, slope_t = jax.value_and_grad(losses.weighted_sum)(
         jnp.float32([1.0, bad, 1.0]), weight_t
     )
     assert value == 2.5

@@ -72,7 +72,7 @@ def test_the_expected_gradient_on_sampled_tokens_is_that_of_the_whole_kl():
 
     def whole(logits):
         pair = (jax.nn.log_softmax(x) for x in (logits, teacher))
-        return distill.weighted(jax.vmap(distill.reverse_kl)(*pair), weights)
+        return losses.weighted_sum(jax.vmap(distill.reverse_kl)(*pair), weights)
 
     expected = jax.value_and_grad(whole)(student)
     np.testing.assert_allclose(value, expected[0], rtol=1e-5)
@@ -109,7 +109,7 @@ def distilled(kind, weight):
             found = distill.sampled_reverse_kl(logprob_v, TEACHER, drawn_v)
         else:
             kl = distill.reverse_kl(logprob_v, TEACHER)
-            found = distill.weighted(kl[None], jnp.sum(drawn_v)[None])
+            found = losses.weighted_sum(kl[None], jnp.sum(drawn_v)[None])
         scores = losses.policy_gradient(logprob_v, sample["s"])
         return Surrogate(scores, additive=found)
 

@@ -1,10 +1,11 @@
 """Divergences of a student's next-token distribution from a teacher's.
 
 On-policy distillation: the contexts were sampled by the student, and their distribution
-is held fixed, as is the teacher. A divergence is of one position, and is summed over
-tokens by `weighted`. All log-probabilities are at one temperature, that of the rollout,
-and over one set of ids: distributions of another temperature or width are not what the
-tokens were drawn from.
+is held fixed, as is the teacher. A divergence is of one position. `losses.select` comes
+before it where a teacher has not scored every position, `losses.weighted_sum` behind
+it. All log-probabilities are at one temperature, that of the rollout, and over one set
+of ids: distributions of another temperature or width are not what the tokens were drawn
+from.
 """
 
 import math
@@ -195,40 +196,6 @@ def with_tail(logprob_k: jax.Array) -> jax.Array:
     eps = jnp.finfo(logprob_k.dtype).eps
     mass = jnp.minimum(jnp.sum(jnp.exp(logprob_k)), 1 - eps)
     return jnp.append(logprob_k, jnp.log1p(-mass))
-
-
-def select_scored(logprob_t: jax.Array, weight_t: jax.Array) -> jax.Array:
-    """A teacher's log-probabilities, 0 where the weight is.
-
-    It comes before a divergence: selected behind it, whatever stands at positions that
-    were not scored would still reach the gradient, as a cotangent of 0 times NaN.
-
-    Args:
-      logprob_t: float[T, ...].
-      weight_t: float[T].
-
-    Returns:
-      float[T, ...].
-    """
-    counts_t = jnp.expand_dims(weight_t != 0, tuple(range(1, logprob_t.ndim)))
-    return jnp.where(counts_t, logprob_t, jnp.zeros_like(logprob_t))
-
-
-def weighted(divergence_t: jax.Array, weight_t: jax.Array) -> jax.Array:
-    """Sum over the tokens of a sample.
-
-        sum_t w_t d_t
-
-    Args:
-      divergence_t: float[T].
-      weight_t: float[T], 0 at positions that are not trained or not scored; what stands
-        there adds nothing.
-
-    Returns:
-      Scalar, to be added to what is minimised.
-    """
-    counted_t = select_scored(divergence_t, weight_t)
-    return jnp.sum(counted_t * weight_t.astype(divergence_t.dtype))
 
 
 def _teacher(teacher_logprob_v, logprob_v):

@@ -80,7 +80,7 @@ def policy_gradient(logprob_t: jax.Array, weight_t: jax.Array) -> jax.Array:
     Returns:
       Scalar, to be multiplied by the advantage.
     """
-    return -_weighted_sum(logprob_t, weight_t)
+    return -weighted_sum(logprob_t, weight_t)
 
 
 def turn_credit(
@@ -160,7 +160,7 @@ def kl_penalty(
     value_t = jax.lax.stop_gradient(values[estimator]())
     # Zero in value, the wanted gradient in derivative.
     slope_t = half_square_t - jax.lax.stop_gradient(half_square_t)
-    return _weighted_sum(value_t + slope_t, weight_t)
+    return weighted_sum(value_t + slope_t, weight_t)
 
 
 def entropy_bonus(entropy_t: jax.Array, weight_t: jax.Array) -> jax.Array:
@@ -178,7 +178,7 @@ def entropy_bonus(entropy_t: jax.Array, weight_t: jax.Array) -> jax.Array:
     Source: Williams and Peng 1991, "Function optimization using connectionist
       reinforcement learning algorithms".
     """
-    return -_weighted_sum(entropy_t, weight_t)
+    return -weighted_sum(entropy_t, weight_t)
 
 
 def importance_weights(
@@ -225,9 +225,37 @@ def log_ratio(
     return select(trained_t, jax.lax.stop_gradient(d_t))
 
 
-def select(trained_t: jax.Array, x_t: jax.Array) -> jax.Array:
-    """`x_t` at trained positions, 0 elsewhere, before any product: 0 * NaN is NaN."""
-    return jnp.where(trained_t, x_t, jnp.zeros_like(x_t))
+def select(counts_t: jax.Array, x_t: jax.Array) -> jax.Array:
+    """`x_t` at positions that count and 0 elsewhere, before any product or divergence.
+
+    Selected behind it, whatever stands there would still reach the gradient, as a
+    cotangent of 0 times NaN.
+
+    Args:
+      counts_t: bool[T].
+      x_t: float[T, ...].
+
+    Returns:
+      float[T, ...].
+    """
+    counts_t = counts_t.reshape(counts_t.shape + (1,) * (x_t.ndim - counts_t.ndim))
+    return jnp.where(counts_t, x_t, jnp.zeros_like(x_t))
+
+
+def weighted_sum(x_t: jax.Array, weight_t: jax.Array) -> jax.Array:
+    """Sum over the tokens of a sample.
+
+        sum_t w_t x_t
+
+    Args:
+      x_t: float[T].
+      weight_t: float[T], 0 at positions that are not trained or not scored; what stands
+        there adds nothing.
+
+    Returns:
+      Scalar, the dtype of `x_t`.
+    """
+    return jnp.sum(select(weight_t != 0, x_t) * weight_t.astype(x_t.dtype))
 
 
 def mismatch(
@@ -290,10 +318,6 @@ def percentile(sums: Mapping[str, float], percent: float) -> float:
     high, beyond = EDGES[last + 1], counts[last + 1]
     share = (above - left) / (above - beyond)
     return float(min(low * (high / low) ** share, largest))
-
-
-def _weighted_sum(x_t, weight_t):
-    return jnp.sum(select(weight_t != 0, x_t) * weight_t.astype(x_t.dtype))
 
 
 def _credited(weight_t, credit_t):

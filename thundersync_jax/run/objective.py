@@ -324,7 +324,7 @@ def _divergence(
 ) -> jax.Array:
     """The divergence to the teacher, summed over a sample's tokens with weights [T]."""
     if loss.distill != "sampled_reverse_kl":
-        return distill.weighted(numbers["divergences"], weights)
+        return losses.weighted_sum(numbers["divergences"], weights)
     logprobs = numbers.get("shared", numbers["logprobs"])
     teacher_logprobs = sample["teacher_logprobs"][:, 0]
     return distill.sampled_reverse_kl(logprobs, teacher_logprobs, weights)
