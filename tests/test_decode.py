@@ -12,7 +12,7 @@ from thundersync_jax.engines import generation, in_process
 from thundersync_jax.engines import group as decode_group
 from thundersync_jax.engines.base import Request
 from thundersync_jax.models import transformer
-from thundersync_jax.ops import sampling
+from thundersync_jax.ops.logprobs import draw
 
 # Two float32 programs of one function.
 FLOAT32 = 1e-5
@@ -325,8 +325,8 @@ def test_frequencies_follow_the_softmax(temperature, vocab):
     draws = 200_000
     logits = jax.random.normal(jax.random.key(1), (vocab,)) * 2
     uniform = (jnp.arange(draws) + 0.5) / draws  # no sampling noise: a grid
-    draw = jax.vmap(sampling.draw, in_axes=(None, 0, None))
-    token, logprob = jax.jit(draw)(logits, uniform, jnp.float32(temperature))
+    draw_all = jax.jit(jax.vmap(draw, in_axes=(None, 0, None)))
+    token, logprob = draw_all(logits, uniform, jnp.float32(temperature))
     share = np.bincount(token, minlength=vocab) / draws
     expected = jax.nn.softmax(logits / temperature)
     np.testing.assert_allclose(share, expected, rtol=0, atol=1.5 / draws + 1e-6)
@@ -337,7 +337,7 @@ def test_impossible_tokens_are_never_drawn():
     # Uniforms beside every edge of the distribution function, where running sums that
     # round land on the neighbour.
     rng = np.random.default_rng(0)
-    draw = jax.jit(jax.vmap(sampling.draw, in_axes=(None, 0, None)))
+    draw_all = jax.jit(jax.vmap(draw, in_axes=(None, 0, None)))
     for _ in range(20):
         impossible = rng.random(70) < 0.7
         logits = np.where(impossible, -1e9, 2 * rng.normal(size=70)).astype(np.float32)
@@ -346,7 +346,7 @@ def test_impossible_tokens_are_never_drawn():
         uniform = np.concatenate(
             [edges, np.nextafter(edges, 0), np.nextafter(edges, 1)]
         )
-        token, logprob = draw(logits, np.minimum(uniform, 1 - 2.0**-23), 1.0)
+        token, logprob = draw_all(logits, np.minimum(uniform, 1 - 2.0**-23), 1.0)
         assert not np.any(impossible[token])
         assert np.all(np.isfinite(logprob))
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from thundersync_jax.models import layers, transformer
-from thundersync_jax.ops import sampling
+from thundersync_jax.ops.logprobs import draw
 
 STOP_IDS = 8  # per request
 SEED_INTEGERS = 8  # per request
@@ -146,7 +146,7 @@ def _sample(config, steps, params, cache, rows):
         cache, x = _forward(config, params, cache, token[:, None], length[:, None])
         hidden = layers.rms_norm(x, params["final_norm"], config.norm_eps)
         logits = transformer.logits(config, transformer.head_weights(params), hidden)
-        drawn, logprob = jax.vmap(sampling.draw)(logits, uniform_s[i], rows.temperature)
+        drawn, logprob = jax.vmap(draw)(logits, uniform_s[i], rows.temperature)
         stopped = jnp.any(drawn[:, None] == rows.stop_ids, axis=1)
         # A row whose turn has ended repeats itself at the position that comes next,
         # which the next segment overwrites.

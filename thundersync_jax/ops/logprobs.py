@@ -1,7 +1,8 @@
 """Log-probabilities of given tokens, in chunks, so that no T x V array exists.
 
 Where entropies are wanted too they come from the same logits: the projection to the
-vocabulary is most of the work, and is done once.
+vocabulary is most of the work, and is done once. A sampler draws from the same
+distribution with `draw`, one token from one uniform number.
 """
 
 from collections.abc import Callable
@@ -9,6 +10,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+# Entries whose running sum is taken at a time: one pass over all V costs more than the
+# rest of the draw, two short ones do not.
+_BLOCK = 32
 
 
 def inverse_temperature(temperature: jax.Array | float, dtype: jnp.dtype) -> jax.Array:
@@ -165,6 +170,35 @@ def chunked_logprobs_and_entropies(
     return chunked(one_chunk, hidden_t, target_t, project, chunk_tokens)
 
 
+def draw(
+    logits: jax.Array, uniform: jax.Array, temperature: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Draws from softmax(logits / temperature) by inverting its distribution function.
+
+        token = min { v : sum_{w <= v} p_w > uniform }
+
+    Args:
+      logits: float[V], float32 or better.
+      uniform: float[] in [0, 1).
+      temperature: float[]; 0 takes the largest logit.
+
+    Returns:
+      token: int32[]; never one whose probability underflows to 0.
+      logprob: float[], at `temperature`, or at 1 where that is 0.
+    """
+    scaled = logits * inverse_temperature(temperature, logits.dtype)
+    highest = jnp.max(scaled)
+    # The first of the largest. XLA's argmax is not vectorised on CPU.
+    index = jnp.arange(logits.shape[0], dtype=jnp.int32)
+    greedy = jnp.min(jnp.where(scaled == highest, index, logits.shape[0] - 1))
+    mass = jnp.exp(scaled - highest)
+    total, drawn = _invert(mass, uniform.astype(mass.dtype))
+    # Running sums round, so that an inversion may step one entry aside.
+    usable = (temperature > 0) & (mass[drawn] > 0)
+    token = jnp.where(usable, drawn, greedy)
+    return token, scaled[token] - highest - jnp.log(total)
+
+
 def _forward(logits, targets, temperature):
     scale = inverse_temperature(temperature, logits.dtype)
     # Scaled inside each reduction: on its own, the product would be stored.
@@ -214,3 +248,16 @@ def _surprise(logits, scale, normalizer):
 
 
 logprobs_and_entropies.defvjp(_forward_both, _backward_both)
+
+
+def _invert(mass, uniform):
+    """Sum of `mass` [V], and the first index whose running sum exceeds its share."""
+    vocab = mass.shape[0]
+    blocks = -(-vocab // _BLOCK)
+    mass = jnp.pad(mass, (0, blocks * _BLOCK - vocab)).reshape(blocks, _BLOCK)
+    before = jnp.cumsum(jnp.sum(mass, axis=1))
+    rest = uniform * before[-1]
+    block = jnp.minimum(jnp.sum(before <= rest, dtype=jnp.int32), blocks - 1)
+    rest = rest - jnp.where(block > 0, before[jnp.maximum(block - 1, 0)], 0)
+    within = jnp.sum(jnp.cumsum(mass[block]) <= rest, dtype=jnp.int32)
+    return before[-1], jnp.minimum(block * _BLOCK + within, vocab - 1)

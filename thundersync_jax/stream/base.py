@@ -244,8 +244,8 @@ class Stream:
             for replica, evaluated in self._learner.close_prompt(prompt):
                 self._ledger.record_prompt(prompt.group, evaluated)
                 if self._on_call:
-                    one = prompt._replace(replicas=(replica,))
-                    self._on_call(one, evaluated.finite)
+                    there = prompt._replace(replicas=(replica,))
+                    self._on_call(there, evaluated.finite)
 
     def _check_alive(self) -> None:
         """Raises ValueError in another thread, and after the end."""
