@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import toy_segments as toy
 from jax.sharding import NamedSharding, PartitionSpec
+from toy_stream import additive
 
 from thundersync_jax.errors import StreamError
 from thundersync_jax.stream import mesh, segments
@@ -247,3 +248,17 @@ def test_prompts_run_once_forward_and_once_backward(params, monkeypatch):
     check(*stream.finish(), groups, "drop", params, "trajectories")
     assert counts["prompt_gradient"] == len(kept)
     assert counts["prompt_state"] - len(kept) in (0, 1)  # one of the lost group
+
+
+def test_turns_with_prompts_of_their_own_report_the_sums_they_hold():
+    start = {"x": np.zeros(3, np.float32)}
+    stream = TurnStream(additive, start, context="turn", open_trajectories=3)
+    stream.open_group("a", 4)
+    for member in range(4):
+        stream.turn("a", member, {"s": np.ones(3)})
+    for member in range(4):
+        stream.complete("a", member)
+    gradient, report = stream.finish()
+    assert gradient["x"].tolist() == [1.0, 1.0, 1.0]
+    assert report.open_groups_max == 3
+    assert report.group_sum_bytes == 3 * 3 * 4  # trajectories, entries, float32

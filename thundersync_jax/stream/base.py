@@ -120,7 +120,8 @@ class Stream:
         ledger, schedule, parts = self._ledger, self._schedule, self._learner.structure
         denominator = ledger.denominator(self._denominator)
         evaluated = [computed.evaluated for computed in ledger.calls]
-        values, prompts = jax.device_get((evaluated, ledger.prompt_finite))
+        finite = [finite for _, finite in ledger.prompt_calls]
+        values, prompts = jax.device_get((evaluated, finite))
         ledger.check_finite(values, prompts, bool(parts and parts.additive))
         gradient, norm = self._learner.finish(denominator)
         ledger.check_norm(norm)

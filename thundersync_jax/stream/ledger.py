@@ -102,25 +102,25 @@ class Ledger:
         self.calls: list[Computed] = []
         self.scales: dict[tuple[Hashable, int], float] = {}  # of additive parts, else 1
         self.prompts: dict[Hashable, tuple[int, int]] = {}  # real and padded tokens
-        self.prompt_finite: list[Any] = []  # bool[] of each prompt's gradient
-        self._prompt_groups: list[Hashable] = []
+        # Of each gradient of a prompt the group, and bool[], whether it is finite.
+        self.prompt_calls: list[tuple[Hashable, Any]] = []
         self.counts: collections.Counter[str] = collections.Counter()
 
     def record_call(self, computed: Computed) -> None:
         """A gradient call has been started; its samples' arrays are let go."""
         self.calls.append(computed)
         call = computed.call
-        records = [self.samples[item[:3]] for item in call.items]
-        padding = (call.rows - len(records)) * records[0].padded_tokens
-        self.counts["computed"] += sum(r.padded_tokens for r in records) + padding
-        self.counts["real"] += sum(r.real_tokens for r in records)
-        for record in records:
-            record.tree = None
+        entries = [self.samples[item[:3]] for item in call.items]
+        empty_rows = call.rows - len(entries)
+        self.counts["computed"] += empty_rows * entries[0].padded_tokens
+        for entry in entries:
+            self.counts["computed"] += entry.padded_tokens
+            self.counts["real"] += entry.real_tokens
+            entry.tree = None
 
     def record_prompt(self, group: Hashable, evaluated: Any) -> None:
         """The gradient of a group's shared prompt has been started."""
-        self.prompt_finite.append(evaluated.finite)
-        self._prompt_groups.append(group)
+        self.prompt_calls.append((group, evaluated.finite))
         real, padded = self.prompts[group]
         self.counts["real"] += real
         self.counts["computed"] += padded
@@ -148,7 +148,7 @@ class Ledger:
 
         Args:
           values: What the device evaluated, fetched, one per call.
-          prompts: `prompt_finite`, fetched.
+          prompts: Whether each gradient of a prompt is finite, by `prompt_calls`.
           additive: Whether every sample has an additive part.
 
         Raises:
@@ -173,9 +173,9 @@ class Ledger:
                 f"the gradient of group/member {names} is not finite; look at its "
                 "tokens, weights and reward, nothing was updated"
             )
-
-        fetched = zip(self._prompt_groups, prompts, strict=True)
-        if groups := [repr(group) for group, finite in fetched if not finite]:
+        fetched = zip(self.prompt_calls, prompts, strict=True)
+        groups = [repr(group) for (group, _), finite in fetched if not finite]
+        if groups:
             raise StreamError(
                 f"the gradient of the prompt of group {', '.join(groups[:8])} is not "
                 "finite; look at its members' weights and rewards, nothing was updated"
@@ -275,8 +275,8 @@ class Ledger:
 
     def _tokens(self) -> int:
         return sum(
-            record.tokens
-            for (group, member, _), record in self.samples.items()
+            entry.tokens
+            for (group, member, _), entry in self.samples.items()
             if member in self.advantages.get(group, ())
         )
 

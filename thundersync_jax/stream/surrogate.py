@@ -147,18 +147,18 @@ def structure(
             for name, x in columns.items()
         }
     for name, x in scalars.items():
-        if x is not None and (getattr(x, "shape", None) != ()):
+        if x is None:
+            continue
+        if getattr(x, "shape", None) != ():
             raise TypeError(
                 f"{name} of the surrogate is {x}; expected a scalar: sum over tokens "
                 "inside the surrogate function"
             )
-    for name in ("weighted", "additive"):
-        x = scalars[name]
-        if x is not None and not jnp.issubdtype(x.dtype, jnp.floating):
+        part = name in ("weighted", "additive")
+        if part and not jnp.issubdtype(x.dtype, jnp.floating):
             raise TypeError(f"{name} of the surrogate has dtype {x.dtype}, not a float")
-    for name, x in scalars.items():
         kinds = (jnp.bool_, jnp.integer, jnp.floating)
-        if x is not None and not any(jnp.issubdtype(x.dtype, k) for k in kinds):
+        if not any(jnp.issubdtype(x.dtype, kind) for kind in kinds):
             raise ValueError(
                 f"{name} of the surrogate has dtype {x.dtype}; expected a real number, "
                 "as its absolute value"

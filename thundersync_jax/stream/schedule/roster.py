@@ -119,8 +119,8 @@ class Group:
     def survivors(self) -> dict[int, Member]:
         """Settled members that did not fail, by index."""
         return {
-            index: member
-            for index, member in enumerate(self.members)
+            i: member
+            for i, member in enumerate(self.members)
             if member.settled and not member.failed
         }
 

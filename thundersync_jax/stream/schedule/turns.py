@@ -86,7 +86,8 @@ class Turns:
 
     Attributes:
       roster: Who has completed or failed.
-      waited: 0, as no turn waits for rewards; `waited_for_bucket` likewise.
+      waited: 0, as no turn waits for rewards.
+      waited_for_bucket: 0, as there are no rewards.
     """
 
     waited = waited_for_bucket = 0
