@@ -9,9 +9,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
+import optax
 
 from thundersync_jax.run import feed
 from thundersync_jax.run.run import Run
@@ -212,8 +211,8 @@ def nonzero_groups(found: Replay) -> float:
 
 def relative_difference(gradient: Tree, reference: Tree) -> float:
     """L2 norm of the difference over that of the reference, over the whole tree."""
-    difference = jax.tree.map(jnp.subtract, gradient, reference)
-    return float(_norm(difference) / _norm(reference))
+    difference = optax.tree.sub(gradient, reference)
+    return float(optax.tree.norm(difference) / optax.tree.norm(reference))
 
 
 def control_difference(
@@ -250,7 +249,3 @@ def _in_turns(rows: list[list[Event]], rng: np.random.Generator) -> list[Event]:
         row = rest[rng.choice([i for i, r in enumerate(rest) if r])]
         events.append(row.pop(0))
     return events
-
-
-def _norm(tree: Tree) -> jax.Array:
-    return jnp.sqrt(sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(tree)))

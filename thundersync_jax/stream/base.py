@@ -18,7 +18,9 @@ from thundersync_jax.stream.learner import Learner
 from thundersync_jax.stream.ledger import Entry, Ledger, Report
 from thundersync_jax.stream.padding import Padded
 from thundersync_jax.stream.refusals import Denominator, PartialGroups
-from thundersync_jax.stream.schedule import Close, Item, Schedule, Turns
+from thundersync_jax.stream.schedule import Close, Item
+from thundersync_jax.stream.schedule.order import Schedule
+from thundersync_jax.stream.schedule.turns import Turns
 from thundersync_jax.stream.surrogate import Gradient, Sample
 
 

@@ -28,7 +28,8 @@ from thundersync_jax.stream.refusals import (
     PartialGroups,
     UniformGroups,
 )
-from thundersync_jax.stream.schedule import BATCH, Call, Release, Rules, Schedule
+from thundersync_jax.stream.schedule import BATCH, Call, Release, Rules
+from thundersync_jax.stream.schedule.order import Schedule
 from thundersync_jax.stream.segments import Segments
 from thundersync_jax.stream.surrogate import Params, Sample, Surrogate
 

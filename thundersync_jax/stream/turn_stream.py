@@ -23,7 +23,8 @@ from thundersync_jax.stream.learner import Learner
 from thundersync_jax.stream.ledger import Computed
 from thundersync_jax.stream.padding import Padded
 from thundersync_jax.stream.refusals import Context, Denominator, PartialGroups
-from thundersync_jax.stream.schedule import Prompt, TurnCall, Turns
+from thundersync_jax.stream.schedule import Prompt
+from thundersync_jax.stream.schedule.turns import TurnCall, Turns
 from thundersync_jax.stream.segments import Segments
 from thundersync_jax.stream.surrogate import Params, Sample, Surrogate
 
