@@ -109,11 +109,13 @@ def settings() -> str:
     from thundersync_jax.config import Config
     from thundersync_jax.config.settings import settings, to_text
 
-    rows = ["| setting | default | what it means |", "|---|---|---|"]
+    rows = ["| setting | default | what it means | may change on resume |"]
+    rows.append("|---|---|---|---|")
     for setting in settings(Config()):
         default = to_text(setting.default) or "()"
         comment = setting.comment.replace("|", r"\|")
-        rows.append(f"| `{setting.name}` | `{default}` | {comment} |")
+        change = "yes" if setting.changeable else ""
+        rows.append(f"| `{setting.name}` | `{default}` | {comment} | {change} |")
     return "\n".join(rows)
 
 
