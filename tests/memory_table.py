@@ -26,8 +26,8 @@ SHAPES = {
     "32B": (64, 5120, 25600, 64, False),
 }
 HEADER = """\
-| Qwen3 | parameters | batch or group | trajectory, 1 open group | 4 open groups | 4, exact |
-|---|---|---|---|---|---|"""  # noqa: E501
+| Qwen3 | parameters | batch, group | trajectory, 1 open group | 4 | 4, exact sums |
+|---|---|---|---|---|---|"""
 STATE = 4 + 8 + 4  # bytes per parameter: weights, moments, a gradient
 
 
