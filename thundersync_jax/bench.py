@@ -74,10 +74,10 @@ def bench(
     """Measures the release rules live; a work directory is for pictures only.
 
     Args:
-      config: The settings; `config.release` is not looked at.
-      workdir: Whose warm start to take, or make, and where pictures go; None makes one
-        and forgets it.
-      steps: Measured steps; rounds of requests with `engines`.
+      config: The settings; `config.release` does not matter.
+      workdir: A run whose warm start is taken, or made, and where pictures go; None: a
+        temporary directory.
+      steps: Number of measured steps; of rounds of requests with `engines`.
       plot: Whether to draw bench_timeline.png and bench.png.
       engines: Whether to measure samplers instead.
       environment: Makes the task set, in place of `config.env.factory`.
@@ -143,11 +143,23 @@ def _bench_engines(config: Config, repeats: int) -> dict[str, Any]:
     }
     if config.vllm.servers:
         publisher = Publisher(config.vllm, model, context_tokens, display.line)
-        given = config.vllm, context_tokens, model.vocab_size, publisher.publish
-        compared["vLLM"] = VLLMEngine(*given, display.line)
-    prompt = context_tokens - rollout.turn_tokens
-    turn = prompt, rollout.turn_tokens, model.vocab_size, rollout.temperature
-    loads = [engine_bench.Load(requests, *turn) for requests in _REQUESTS]
+        compared["vLLM"] = VLLMEngine(
+            config.vllm,
+            context_tokens,
+            model.vocab_size,
+            publisher.publish,
+            display.line,
+        )
+    loads = [
+        engine_bench.Load(
+            requests=requests,
+            prompt_tokens=context_tokens - rollout.turn_tokens,
+            tokens=rollout.turn_tokens,
+            vocab_size=model.vocab_size,
+            temperature=rollout.temperature,
+        )
+        for requests in _REQUESTS
+    ]
     speeds = engine_bench.measure(compared, loads, repeats, params)
     reference = "vLLM" if "vLLM" in compared else None
     for line in engine_bench.table(speeds, reference):
@@ -157,11 +169,11 @@ def _bench_engines(config: Config, repeats: int) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Contestant:
-    """What takes its turn in every step."""
+    """A release rule with its sums, which takes its turn in every step."""
 
     name: str
     release: str
-    accumulator: str | None = None  # as the config says
+    accumulator: str | None = None  # "plain" or "exact"; None: the config's
 
 
 def contestants(config: Config) -> tuple[Contestant, ...]:
@@ -184,8 +196,8 @@ class _Races:
         self._start = start
         self._update = state.Update(run.optimizer, run.config.optim.clip_norm, start)
         turns = "turn" in run.config.releases
-        sums = dict.fromkeys(one.accumulator for one in self.contestants)
-        self._idle = {kind: IdleWork(kind, turns) for kind in sums}
+        accumulators = {contestant.accumulator for contestant in self.contestants}
+        self._idle = {kind: IdleWork(kind, turns) for kind in accumulators}
 
     @contextlib.contextmanager
     def compiles_counted(self) -> Iterator[None]:
@@ -205,8 +217,8 @@ class _Races:
         compile_all(self.run, self._start.params, POLICY_VERSION)
         self._update.compile(self._start)
         self._measure_idle()  # programs of the others' sums
-        for one in self.contestants:
-            self._live(steps + 1, one, f"warm-up {one.name}")
+        for contestant in self.contestants:
+            self._live(steps + 1, contestant, f"warm-up {contestant.name}")
         # As in training: a full collection stops every thread for 0.3 s.
         gc.freeze()
 
@@ -235,14 +247,14 @@ class _Races:
         run, params = self.run, self._start.params
         if not all(sampled):
             raise StreamError("a step has no trajectory with tokens; look at the env")
-        said = "one trajectory a call"
+        packing = "one trajectory a call"
         if self.rows > 1:
             buckets = live.kinds(run, itertools.chain(*sampled))
             idle = self._idle[None]
             alone, packed = (idle.batch_secs(buckets, r) for r in (1, self.rows))
             if packed > (1 - live.LEAST_GAIN) * alone:
                 self.rows = 1
-            said = (
+            packing = (
                 f"full calls take {packed / alone:.2f} times as long as single ones; "
                 f"with {self.rows} a call"
             )
@@ -255,24 +267,27 @@ class _Races:
                 "the learner has nothing to do: most steps have only groups that are "
                 "uniform or failed; warm the policy up longer or take another env"
             )
-        self.display.line(f"{said} the learner takes {learner_secs:.2f} s a step")
+        self.display.line(f"{packing} the learner takes {learner_secs:.2f} s a step")
         return learner_secs
 
     def round(self, step: int, steps: int) -> bench_report.Round:
         """One step of every contestant, whose turn comes earlier with every step."""
         self._measure_idle()
         turn = (step - 1) % len(self.contestants)
-        found = {
-            one.name: self._live(step, one, f"step {step}/{steps} {one.name}")
-            for one in (*self.contestants[turn:], *self.contestants[:turn])
+        results = {
+            contestant.name: self._live(
+                step, contestant, f"step {step}/{steps} {contestant.name}"
+            )
+            for contestant in (*self.contestants[turn:], *self.contestants[:turn])
         }
-        lives = {one.name: found[one.name][0] for one in self.contestants}
-        costs = {name: cost for name, (_, cost) in found.items() if cost}
-        times = [f"{n} {one.timing.step_secs:.2f} s" for n, one in lives.items()]
+        names = [contestant.name for contestant in self.contestants]
+        lives = {name: results[name][0] for name in names}
+        costs = {name: cost for name, (_, cost) in results.items() if cost}
+        times = [f"{n} {live.timing.step_secs:.2f} s" for n, live in lives.items()]
         self.display.line(f"step {step}/{steps}  {', '.join(times)}")
         contention = {
-            one.name: self._idle[one.accumulator].contention(lives[one.name].step.calls)
-            for one in self.contestants
+            name: self._idle[contestant.accumulator].contention(lives[name].step.calls)
+            for name, contestant in zip(names, self.contestants, strict=True)
         }
         return bench_report.Round(lives, contention, costs)
 
@@ -290,7 +305,7 @@ class _Races:
             idle.measure(self.run, self._start.params, POLICY_VERSION, self.rows)
 
     def _live(
-        self, number: int, one: Contestant, title: str
+        self, number: int, contestant: Contestant, title: str
     ) -> tuple[Live, bench_report.Cost | None]:
         """One step of a contestant, to its updated and published parameters."""
         run, params = self.run, self._start.params
@@ -309,25 +324,25 @@ class _Races:
             conclude(run, self._update, donated, done, POLICY_VERSION)
 
         with PeakBytes(devices) as peak, self.display.live(title):
-            found = live.live(
+            measured = live.live(
                 run,
                 params,
                 POLICY_VERSION,
                 number,
-                one.release,
+                contestant.release,
                 rows=self.rows,
-                accumulator=one.accumulator,
+                accumulator=contestant.accumulator,
                 boundary=boundary,
                 progress=Progress(members, started_secs=time.monotonic()),
                 on_progress=on_progress,
             )
         # Kept, the gradients of all steps would fill the learner's devices.
-        step = dataclasses.replace(found.step, gradient=None)
-        found = dataclasses.replace(found, step=step)
+        step = dataclasses.replace(measured.step, gradient=None)
+        measured = dataclasses.replace(measured, step=step)
         if not run.scoring:
-            return found, None
+            return measured, None
         tokens = sum(len(trajectory.ids) for trajectory in step.trajectories)
-        return found, bench_report.Cost(peak.bytes, step.teacher_tokens, tokens)
+        return measured, bench_report.Cost(peak.bytes, step.teacher_tokens, tokens)
 
 
 def _draw(
@@ -343,14 +358,14 @@ def _draw(
     )
     bars = {}
     for release in rules:
-        found = result["releases"][release]
-        alone = found["tail_secs"] - found["boundary_secs"]
+        figures = result["releases"][release]
+        alone = figures["tail_secs"] - figures["boundary_secs"]
         bars[release] = pictures.Bar(
-            step_secs=found["step_secs"],
-            rollout_secs=found["rollout_secs"],
-            busy_in_rollout_secs=max(0.0, found["learner_secs"] - alone),
-            boundary_secs=found["boundary_secs"],
-            predicted_secs=found["predicted_secs"],
+            step_secs=figures["step_secs"],
+            rollout_secs=figures["rollout_secs"],
+            busy_in_rollout_secs=max(0.0, figures["learner_secs"] - alone),
+            boundary_secs=figures["boundary_secs"],
+            predicted_secs=figures["predicted_secs"],
         )
     pictures.draw_bars(workdir / "bench.png", bars)
 

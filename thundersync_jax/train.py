@@ -70,6 +70,7 @@ def train(
         check_claim(workdir, config)
         display.line(f"finished already; the result is in {workdir / RESULT_FILE}")
         return result
+    display.line("preparing tasks, model and sampler")
     with (
         Run(
             config,

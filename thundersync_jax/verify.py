@@ -30,7 +30,6 @@ from thundersync_jax.flags import Flag
 from thundersync_jax.flags import run as run_command
 from thundersync_jax.measure import free_runs, replay
 from thundersync_jax.measure.free_runs import FreeRun
-from thundersync_jax.measure.replay import Variant
 from thundersync_jax.run import state
 from thundersync_jax.run.checkpoint import Checkpoints, sha256
 from thundersync_jax.run.run import Factory, Run
@@ -48,7 +47,7 @@ LEAST_SHARE = 0.5  # of groups with an advantage, and of streamed trajectories
 
 @dataclasses.dataclass
 class _Updated:
-    """What a variant's own update of the last step left, for its checksum."""
+    """What a variant's own update of the last step leads to, for its checksum."""
 
     state: state.State
     difference: float = 0.0  # of its parameters from those of the batch rule
@@ -56,7 +55,7 @@ class _Updated:
 
 @dataclasses.dataclass
 class _Point:
-    """What one step found. Differences and streamed shares are by variant."""
+    """The comparisons of one step; differences and streamed shares are by variant."""
 
     gradient: Tree
     gradient_norm: float
@@ -79,11 +78,11 @@ def verify(
 
     Args:
       config: The settings.
-      workdir: Whose warm start to take, or make; None makes one and forgets it.
+      workdir: A run whose warm start is taken, or made; None: a temporary directory.
       releases: Rules to compare, batch among them; None for all that make a difference
         for the config's loss.
-      orders: How many random orders of arrival to compare besides.
-      steps: How many.
+      orders: Number of random orders of arrival to compare besides.
+      steps: Number of steps to compare.
       environment: Makes the task set, in place of `config.env.factory`.
 
     Returns:
@@ -147,11 +146,11 @@ def _at_equal_points(run, display, variants, now, steps) -> dict[str, Any]:
             copy = jax.tree.map(jnp.copy, now)
             updated[name] = _Updated(update(copy, gradient)[0])
         now, _ = update(now, point.gradient)
-    for one in updated.values():
-        one.difference = replay.relative_difference(one.state.params, now.params)
-    result = _judge(updated, points)
-    _print(display, updated, points, result)
-    return result
+    for result in updated.values():
+        result.difference = replay.relative_difference(result.state.params, now.params)
+    verdict = _judge(updated, points)
+    _print(display, updated, points, verdict)
+    return verdict
 
 
 def _compare(run, display, params, variants, step) -> tuple[_Point, dict[str, Tree]]:
@@ -169,12 +168,15 @@ def _compare(run, display, params, variants, step) -> tuple[_Point, dict[str, Tr
     )
     gradients = {}
     for variant in variants:
-        found = _replayed(run, params, trajectories, variant, step)
-        difference = replay.relative_difference(found.gradient, batch.gradient)
-        share = found.report.streamed_share
+        events = variant.events(trajectories, run.config.seed, step, run.open_groups)
+        replayed = replay.replay(
+            run, params, events, variant.release, rush=variant.rush
+        )
+        difference = replay.relative_difference(replayed.gradient, batch.gradient)
+        share = replayed.report.streamed_share
         point.differences[variant.name] = difference
         point.streamed_shares[variant.name] = share
-        gradients[variant.name] = found.gradient
+        gradients[variant.name] = replayed.gradient
         display.line(
             f"step {step}  {variant.name:<10}  difference {difference:.2e}  control "
             f"{control:.2e}  streamed share {share:.2f}"
@@ -183,18 +185,13 @@ def _compare(run, display, params, variants, step) -> tuple[_Point, dict[str, Tr
     return point, gradients
 
 
-def _replayed(run, params, trajectories, variant: Variant, step):
-    events = variant.events(trajectories, run.config.seed, step, run.open_groups)
-    return replay.replay(run, params, events, variant.release, rush=variant.rush)
-
-
 def _judge(updated: dict[str, _Updated], points: list[_Point]) -> dict[str, Any]:
     # numpy's maximum and minimum keep a NaN, Python's may lose it.
     largest = float(np.max([list(point.differences.values()) for point in points]))
     control = float(np.min([point.control for point in points]))
     nonzero = min(point.nonzero_groups for point in points)
     shares = [point.streamed_shares.get("trajectory") for point in points]
-    hashes = {name: sha256(one.state) for name, one in updated.items()}
+    hashes = {name: sha256(result.state) for name, result in updated.items()}
     untested = _thin(nonzero, shares)
     if np.isnan(control):
         untested.append("a gradient is zero")
@@ -216,7 +213,7 @@ def _judge(updated: dict[str, _Updated], points: list[_Point]) -> dict[str, Any]
 
 
 def _judge_bits(runs: list[FreeRun]) -> dict[str, Any]:
-    by_name = {one.variant.name: one for one in runs}
+    by_name = {free_run.variant.name: free_run for free_run in runs}
     batch = by_name["batch"]
     difference = free_runs.first_difference(runs)
     nonzero = min(batch.nonzero_groups)
@@ -237,7 +234,7 @@ def _judge_bits(runs: list[FreeRun]) -> dict[str, Any]:
         "gradient_norm": batch.gradient_norm,
         "identical": identical,
         "difference": difference._asdict() if difference else None,
-        "sha256": {name: one.sha256 for name, one in by_name.items()},
+        "sha256": {name: free_run.sha256 for name, free_run in by_name.items()},
         "sha256_of_all": batch.sha256 if identical else None,
         "untested": "; ".join(untested) or None,
         "passed": bool(identical and close and not untested),
@@ -245,7 +242,7 @@ def _judge_bits(runs: list[FreeRun]) -> dict[str, Any]:
 
 
 def _thin(nonzero: float, shares: Sequence[float | None]) -> list[str]:
-    """What too little was there of for the verdict to mean anything."""
+    """What was too rare for the verdict to mean anything."""
     untested = []
     if nonzero < LEAST_SHARE:
         untested.append(f"only {nonzero:.0%} of groups have an advantage")
@@ -273,13 +270,13 @@ def _print(
         Column("sha256", left=True),
     )
     rows = []
-    for name, one in updated.items():
+    for name, update in updated.items():
         worst = np.max([point.differences[name] for point in points])
         rows.append(
             [
                 name,
                 tables.scientific(float(worst)),
-                tables.scientific(one.difference),
+                tables.scientific(update.difference),
                 result["sha256"][name][:16],
             ]
         )

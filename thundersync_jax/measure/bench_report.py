@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from thundersync_jax.measure import live
-from thundersync_jax.measure.live import Live
+from thundersync_jax.measure.live import TOLERANCE, Live
 from thundersync_jax.metrics.timing import group_correlation
 from thundersync_jax.types import Trajectory
 from thundersync_jax.view import tables
@@ -59,17 +58,11 @@ _TEACHER_COLUMNS = (
 
 
 class Cost(NamedTuple):
-    """What a step with a teacher took beside time.
+    """What a step with a teacher took beside time."""
 
-    Attributes:
-      peak_bytes: On the learner's fullest device, as module `peak_bytes` counts them.
-      teacher_tokens: That went through the teacher.
-      trajectory_tokens: That trajectories had.
-    """
-
-    peak_bytes: int
-    teacher_tokens: int
-    trajectory_tokens: int
+    peak_bytes: int  # on the learner's fullest device, as `PeakBytes` counts them
+    teacher_tokens: int  # run through the teacher
+    trajectory_tokens: int  # of all trajectories
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +85,7 @@ def figures(rounds: Sequence[Round], facts: Mapping[str, Any]) -> dict[str, Any]
       facts: What belongs to the bench as a whole, taken over as it is.
     """
     releases = {name: _summary(name, rounds) for name in rounds[0].lives}
-    reports = [one.step.report for r in rounds for one in r.lives.values()]
+    reports = [live.step.report for r in rounds for live in r.lives.values()]
     trajectory = [r.lives["trajectory"].step.report for r in rounds]
     groups = [r.lives["batch"].step.report for r in rounds]
     kept = sum(report.kept_groups for report in groups)
@@ -120,30 +113,30 @@ def figures(rounds: Sequence[Round], facts: Mapping[str, Any]) -> dict[str, Any]
 def _summary(release: str, rounds: Sequence[Round]) -> dict[str, Any]:
     """Medians over the steps; the peak is over all of them, tokens are added up."""
     lives = [r.lives[release] for r in rounds]
-    dispatch = [secs for one in lives for secs in one.dispatch_secs]
+    dispatch = [secs for live in lives for secs in live.dispatch_secs]
 
     def median(read):
-        return _median([read(one) for one in lives])
+        return _median([read(live) for live in lives])
 
     return {
-        "step_secs": [one.timing.step_secs for one in lives],
-        "step_secs_median": median(lambda one: one.timing.step_secs),
-        "rollout_secs": median(lambda one: one.timing.rollout_secs),
-        "learner_secs": median(lambda one: one.timing.learner_secs),
-        "first_release_secs": median(lambda one: one.first_release_secs),
-        "last_work_secs": median(lambda one: one.last_work_secs),
-        "boundary_secs": median(lambda one: one.boundary_secs),
-        "tail_secs": median(lambda one: one.timing.tail_secs),
+        "step_secs": [live.timing.step_secs for live in lives],
+        "step_secs_median": median(lambda live: live.timing.step_secs),
+        "rollout_secs": median(lambda live: live.timing.rollout_secs),
+        "learner_secs": median(lambda live: live.timing.learner_secs),
+        "first_release_secs": median(lambda live: live.first_release_secs),
+        "last_work_secs": median(lambda live: live.last_work_secs),
+        "boundary_secs": median(lambda live: live.boundary_secs),
+        "tail_secs": median(lambda live: live.timing.tail_secs),
         "dispatch_ms_median": 1e3 * _median(dispatch),
-        "predicted_secs": median(lambda one: one.predicted_secs),
+        "predicted_secs": median(lambda live: live.predicted_secs),
         "measured_over_predicted": median(
-            lambda one: one.timing.step_secs / one.predicted_secs
+            lambda live: live.timing.step_secs / live.predicted_secs
         ),
-        "learner_idle_fraction": median(lambda one: one.timing.idle_fraction),
+        "learner_idle_fraction": median(lambda live: live.timing.idle_fraction),
         "contention": _median([r.contention[release] for r in rounds]),
-        "streamed_share": median(lambda one: one.step.report.streamed_share),
+        "streamed_share": median(lambda live: live.step.report.streamed_share),
         "padded_over_real_tokens": median(
-            lambda one: one.step.report.padded_over_real_tokens
+            lambda live: live.step.report.padded_over_real_tokens
         ),
         **_teaching([r.costs[release] for r in rounds if release in r.costs]),
     }
@@ -184,34 +177,34 @@ def exactness(rounds: Sequence[Round]) -> dict[str, float]:
     }
 
 
-def identical(found: Round) -> bool:
+def identical(steps: Round) -> bool:
     """Whether every rule sampled, and was rewarded for, the same."""
-    first, *others = (one.step.trajectories for one in found.lives.values())
+    first, *others = (live.step.trajectories for live in steps.lives.values())
     return all(
         len(first) == len(other) and all(map(_same, first, other)) for other in others
     )
 
 
-def _same(one: Trajectory, other: Trajectory) -> bool:
+def _same(first: Trajectory, other: Trajectory) -> bool:
     return (
-        one.key == other.key
-        and one.reward == other.reward
-        and np.array_equal(one.ids, other.ids)
-        and np.array_equal(one.loss_mask, other.loss_mask)
+        first.key == other.key
+        and first.reward == other.reward
+        and np.array_equal(first.ids, other.ids)
+        and np.array_equal(first.loss_mask, other.loss_mask)
     )
 
 
-def _finish_time_icc(one: Live) -> float:
+def _finish_time_icc(live: Live) -> float:
     groups: dict[int, list[float]] = {}
-    for (group, _), secs in one.step.rewarded_secs.items():
-        groups.setdefault(group, []).append(secs - one.step.start_secs)
+    for (group, _), secs in live.step.rewarded_secs.items():
+        groups.setdefault(group, []).append(secs - live.step.start_secs)
     return group_correlation(groups.values())
 
 
 def _median(values: list[float]) -> float:
     """Over the numbers that are there; NaN where there is none."""
-    there = [value for value in values if not np.isnan(value)]
-    return statistics.median(there) if there else float("nan")
+    known = [value for value in values if not np.isnan(value)]
+    return statistics.median(known) if known else float("nan")
 
 
 def show(display: Display, result: Mapping[str, Any]) -> None:
@@ -220,31 +213,31 @@ def show(display: Display, result: Mapping[str, Any]) -> None:
     batch = releases["batch"]
     speedup = {"batch": 1.0} | result["speedup"]
     times, costs = [], []
-    for name, found in releases.items():
+    for name, figures in releases.items():
         secs = [
-            found[f"{key}_secs"]
+            figures[f"{key}_secs"]
             for key in ("learner", "first_release", "last_work", "boundary", "tail")
         ]
         times.append(
             [
                 name,
-                tables.seconds(found["step_secs_median"]),
+                tables.seconds(figures["step_secs_median"]),
                 f"{speedup[name]:.2f}x",
-                tables.seconds(found["rollout_secs"]),
-                f"{_ratio(found['rollout_secs'], batch['rollout_secs']):.2f}x",
+                tables.seconds(figures["rollout_secs"]),
+                f"{_ratio(figures['rollout_secs'], batch['rollout_secs']):.2f}x",
                 *map(_fine, secs),
-                tables.percent(found["learner_idle_fraction"]),
+                tables.percent(figures["learner_idle_fraction"]),
             ]
         )
         costs.append(
             [
                 name,
-                tables.seconds(found["predicted_secs"]),
-                tables.number(found["measured_over_predicted"]),
-                tables.number(found["contention"], 2),
-                tables.number(found["dispatch_ms_median"], 1),
-                tables.percent(found["streamed_share"]),
-                tables.number(found["padded_over_real_tokens"], 2),
+                tables.seconds(figures["predicted_secs"]),
+                tables.number(figures["measured_over_predicted"]),
+                tables.number(figures["contention"], 2),
+                tables.number(figures["dispatch_ms_median"], 1),
+                tables.percent(figures["streamed_share"]),
+                tables.number(figures["padded_over_real_tokens"], 2),
             ]
         )
     title = f"Medians of {len(batch['step_secs'])} steps"
@@ -258,19 +251,19 @@ def show(display: Display, result: Mapping[str, Any]) -> None:
 
 
 def _teacher_row(
-    name: str, found: Mapping[str, Any], batch: Mapping[str, Any]
+    name: str, figures: Mapping[str, Any], batch: Mapping[str, Any]
 ) -> list[str]:
     return [
         name,
-        f"{_ratio(found['learner_secs'], batch['learner_secs']):.2f}x",
-        f"{_ratio(found['tail_secs'], batch['tail_secs']):.2f}x",
-        tables.number(found["peak_bytes"] / 2**20, 1),
-        tables.number(found["teacher_tokens_over_trajectory_tokens"]),
+        f"{_ratio(figures['learner_secs'], batch['learner_secs']):.2f}x",
+        f"{_ratio(figures['tail_secs'], batch['tail_secs']):.2f}x",
+        tables.number(figures["peak_bytes"] / 2**20, 1),
+        tables.number(figures["teacher_tokens_over_trajectory_tokens"]),
     ]
 
 
-def _ratio(one: float, other: float) -> float:
-    return one / other if other else float("nan")
+def _ratio(above: float, below: float) -> float:
+    return above / below if below else float("nan")
 
 
 def _fine(secs: float) -> str:
@@ -305,7 +298,7 @@ def _remarks(result: Mapping[str, Any]) -> Iterator[str]:
     if not result["identical_trajectories"]:
         yield "NOT COMPARABLE: the rules sampled different trajectories"
     apart = _ratio(batch["rollout_secs"], batch["learner_secs"])
-    if result["latency_scale"] != 1.0 and not abs(apart - 1) <= live.TOLERANCE:
+    if result["latency_scale"] != 1.0 and not abs(apart - 1) <= TOLERANCE:
         yield f"rollouts took {apart:.2f} times the learner's work; meant was 1"
     rules = releases.keys() - {PLAIN}
     least = min(releases[release]["learner_secs"] for release in rules)
@@ -316,9 +309,9 @@ def _remarks(result: Mapping[str, Any]) -> Iterator[str]:
         )
     if result["uniform_groups"] > LARGEST_UNIFORM_SHARE:
         yield "many uniform groups, which batch and group release skip in time"
-    for name, found in releases.items():
-        if found["contention"] > LARGEST_CONTENTION:
+    for name, figures in releases.items():
+        if figures["contention"] > LARGEST_CONTENTION:
             yield (
-                f"{name}: gradient calls took {found['contention']:.2f} times as long "
-                "as on an idle learner; rollouts and learner share what they run on"
+                f"{name}: gradient calls took {figures['contention']:.2f} times as "
+                "long as on an idle learner; rollouts and learner share the processors"
             )

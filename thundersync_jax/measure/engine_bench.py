@@ -28,11 +28,11 @@ class Load:
     """What one round asks.
 
     Attributes:
-      requests: Asked at once.
-      prompt_tokens: Of each, drawn at random: no two prompts begin alike.
-      tokens: Sampled for each.
-      vocab_size: Prompts' ids are below it.
-      temperature: Of every request.
+      requests: Number of requests at once.
+      prompt_tokens: Length of a prompt, drawn at random: no two prompts begin alike.
+      tokens: Number of tokens sampled for a request.
+      vocab_size: Bound on the ids of prompts.
+      temperature: Sampling temperature.
     """
 
     requests: int
@@ -64,11 +64,11 @@ def measure(
     """Times rounds of requests, after one round of each engine and load that compiles.
 
     Args:
-      engines: By name, with no session held.
-      loads: One after the other.
-      repeats: Timed rounds of each engine and load.
-      params: Published to engines elsewhere, which answer nothing before.
-      policy_version: Of `params`.
+      engines: Engines by name, with no session held.
+      loads: Loads, measured one after the other.
+      repeats: Number of timed rounds of each engine and load.
+      params: Parameters that engines elsewhere need before they answer.
+      policy_version: Policy version of `params`.
 
     Returns:
       One entry per load and engine.

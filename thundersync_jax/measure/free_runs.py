@@ -53,14 +53,14 @@ class FreeRun:
     """One variant, step by step.
 
     Attributes:
-      variant: Which one.
+      variant: Release rule and order of arrival.
       digests: Per step a hash of every leaf of its `Outcome`, by path.
-      streamed_shares: Per step.
-      nonzero_groups: Per step, the share of groups with an advantage other than 0.
-      plain_differences: Per step, how far the gradient is from that of plain sums.
-        The batch rule's only.
-      gradient_norm: Of the last step.
-      sha256: Of parameters and optimizer state in the end.
+      streamed_shares: Per step the share of trajectories that were streamed.
+      nonzero_groups: Per step the share of groups with an advantage other than 0.
+      plain_differences: Per step the relative difference of the gradient from that of
+        plain sums; under the batch rule only.
+      gradient_norm: L2 norm of the last step's gradient.
+      sha256: Checksum of the last parameters and optimizer state.
     """
 
     variant: Variant
@@ -83,14 +83,14 @@ def run_freely(
     """Takes a variant from the start through so many steps.
 
     Args:
-      run: Its sampler and its streams.
-      display: Told of every step.
+      run: A run, whose sampler and streams are used.
+      display: Prints a line per step.
       variant: Release rule and order of arrival.
       start: Parameters and optimizer state; kept.
-      update: The optimizer's.
-      steps: How many.
+      update: The optimizer's update.
+      steps: Number of steps.
     """
-    found = FreeRun(variant)
+    free_run = FreeRun(variant)
     now, version = jax.tree.map(jnp.copy, start), POLICY_VERSION
     baselines = copy.deepcopy(run.baselines)
     run.publish(now.params, version)
@@ -104,33 +104,33 @@ def run_freely(
             plain = replay.replay(
                 run, now.params, events, "batch", rows=1, accumulator="plain"
             )
-            found.plain_differences.append(
+            free_run.plain_differences.append(
                 replay.relative_difference(done.gradient, plain.gradient)
             )
         now, version, _ = conclude(run, update, now, done, version)
         run.track_baselines(replay.counting(done, trajectories))
-        found.digests.append(_digests(_outcome(trajectories, done, now)))
-        found.streamed_shares.append(done.report.streamed_share)
-        found.nonzero_groups.append(replay.nonzero_groups(done))
-        found.gradient_norm = done.report.gradient_norm
+        free_run.digests.append(_digests(_outcome(trajectories, done, now)))
+        free_run.streamed_shares.append(done.report.streamed_share)
+        free_run.nonzero_groups.append(replay.nonzero_groups(done))
+        free_run.gradient_norm = done.report.gradient_norm
         display.line(
             f"{variant.name:<10}  step {step}  streamed share "
-            f"{done.report.streamed_share:.2f}  gradient {found.gradient_norm:.3g}"
+            f"{done.report.streamed_share:.2f}  gradient {free_run.gradient_norm:.3g}"
         )
-    found.sha256 = sha256(now)
+    free_run.sha256 = sha256(now)
     run.baselines = baselines
-    return found
+    return free_run
 
 
 def first_difference(runs: Sequence[FreeRun]) -> Difference | None:
     """Where any run first differs from the batch rule's; None if nowhere."""
-    (batch,) = [one for one in runs if one.variant.name == "batch"]
+    (batch,) = [run for run in runs if run.variant.name == "batch"]
     for step, expected in enumerate(batch.digests):
-        for one in runs:
-            found = one.digests[step]
-            for leaf in dict.fromkeys((*expected, *found)):
-                if found.get(leaf) != expected.get(leaf):
-                    return Difference(step + 1, leaf, one.variant.name)
+        for run in runs:
+            digests = run.digests[step]
+            for leaf in dict.fromkeys((*expected, *digests)):
+                if digests.get(leaf) != expected.get(leaf):
+                    return Difference(step + 1, leaf, run.variant.name)
     return None
 
 
@@ -143,25 +143,25 @@ def show(display: Display, runs: Sequence[FreeRun], result: dict[str, Any]) -> N
     )
     rows = [
         [
-            one.variant.name,
-            tables.percent(float(np.mean(one.streamed_shares))),
-            one.sha256,
+            run.variant.name,
+            tables.percent(float(np.mean(run.streamed_shares))),
+            run.sha256,
         ]
-        for one in runs
+        for run in runs
     ]
     display.table(columns, rows)
     if difference := result["difference"]:
-        said = (
+        verdict = (
             f"FAILED: {difference['variant']} differs from batch, first at step "
             f"{difference['step']} in {difference['leaf']}"
         )
     else:
-        said = "identical"
+        verdict = "identical"
         if result["untested"]:
-            said += f", FAILED as untested: {result['untested']}"
+            verdict += f", FAILED as untested: {result['untested']}"
         elif not result["passed"]:
-            said += ", and FAILED: far from the gradient of plain sums"
-    display.line(f"{result['steps']} steps, {len(runs)} variants: {said}")
+            verdict += ", and FAILED: far from the gradient of plain sums"
+    display.line(f"{result['steps']} steps, {len(runs)} variants: {verdict}")
 
 
 def _outcome(

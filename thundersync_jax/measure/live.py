@@ -46,15 +46,15 @@ class Live:
     """One step under one release rule, in seconds.
 
     Attributes:
-      step: What the step brought.
-      timing: Its times.
+      step: The step's gradient, trajectories and calls.
+      timing: Durations of the step's parts.
       predicted_secs: The formula on the rule's own arrivals and own work.
       first_release_secs: From the start until the first gradient might begin.
-      last_work_secs: Of the gradient call that ended last.
+      last_work_secs: Duration of the gradient call that ended last.
       boundary_secs: From the end of reward and work to the end of the step.
       dispatch_secs: For each call that found its learner idle, from the moment it
         might begin (the verdict in the rollout thread) until the device had it.
-      spans: Its bars.
+      spans: Bars of the step's timeline.
     """
 
     step: Step
@@ -83,16 +83,16 @@ def live(
     """Runs one step and measures it.
 
     Args:
-      run: Its sampler holds `params`.
-      params: Where the gradient is taken.
-      version: Their policy version.
-      step: Which tasks, keys and latencies.
+      run: A run whose sampler holds `params`.
+      params: Parameters at which the gradient is taken.
+      version: The policy version of `params`.
+      step: The number that tasks, sampling keys and latencies follow from.
       release: The release rule.
-      rows: Rows per call; 0 for the config's.
-      accumulator: How sums are taken; None as the config says.
-      boundary: What belongs to the step after its gradient is there.
-      progress: As of `run_step`.
-      on_progress: Likewise.
+      rows: Trajectories per call; 0 for the config's number.
+      accumulator: "plain" or "exact" sums; None for the config's.
+      boundary: The rest of the step once its gradient is there.
+      progress: Counts to raise, as for `run_step`.
+      on_progress: Called with the counts after every event.
     """
     stream = run.new_stream(params, version, release, rows, accumulator)
     done = run_step(run, stream, run.train_jobs(step), version, progress, on_progress)
@@ -162,21 +162,21 @@ def closing_comparison(run: Run, display: Display, params: Tree, version: int) -
             run, params, batch.trajectories, batch.gradient, seed=step
         )
         differences = {
-            release: replay.relative_difference(one.step.gradient, batch.gradient)
-            for release, one in lives.items()
+            release: replay.relative_difference(measured.step.gradient, batch.gradient)
+            for release, measured in lives.items()
         }
     display.closing_table(
         [
             ReleaseRow(
                 release=release,
-                step_secs=one.timing.step_secs,
-                idle_fraction=one.timing.idle_fraction,
-                tail_secs=one.timing.tail_secs,
-                predicted_secs=one.predicted_secs,
+                step_secs=measured.timing.step_secs,
+                idle_fraction=measured.timing.idle_fraction,
+                tail_secs=measured.timing.tail_secs,
+                predicted_secs=measured.predicted_secs,
                 difference=differences[release],
                 control=control,
             )
-            for release, one in lives.items()
+            for release, measured in lives.items()
         ]
     )
     if not run.config.loss.has_additive:
@@ -196,10 +196,10 @@ def predicted_secs(
     """The step time of a learner never idle beside ready work, for these arrivals.
 
     Args:
-      step: Whose calls are the work, and whose last reward is waited for.
-      arrivals: When each call might begin, on the clock of the step.
-      boundary_secs: F.
-      replicas: Taken for one learner that is so many times as fast.
+      step: A step, whose calls are the work.
+      arrivals: Seconds [calls] of the monotonic clock at which each might begin.
+      boundary_secs: F, the step boundary.
+      replicas: Number of learner replicas, which count as one so many times as fast.
     """
     work = [ran.secs / replicas for ran in step.calls]
     times = [secs - step.start_secs for secs in (*arrivals, step.last_reward_secs)]
@@ -257,7 +257,7 @@ def sample(
     """Rolls a step out as a benchmark will: with a sampler that remembers nothing.
 
     Returns:
-      As `roll_out`.
+      The trajectories, and R, the seconds until the last outcome.
     """
     run.publish(params, version)
     return roll_out(run, step, version)
@@ -266,12 +266,12 @@ def sample(
 def kinds(run: Run, trajectories: Iterable[Trajectory]) -> list[Any]:
     """The bucket of each trajectory, as the learner has it."""
 
-    def bucket(one):
-        found = padding.shapes(run.samples.whole(one).tree)
-        prompt = run.samples.prompt(one.key.step, one.key.group)
-        return found if prompt is None else (*found, padding.shapes(prompt.tree))
+    def bucket(trajectory):
+        shapes = padding.shapes(run.samples.whole(trajectory).tree)
+        prompt = run.samples.prompt(trajectory.key.step, trajectory.key.group)
+        return shapes if prompt is None else (*shapes, padding.shapes(prompt.tree))
 
-    return [bucket(one) for one in trajectories]
+    return [bucket(trajectory) for trajectory in trajectories]
 
 
 def learner_secs(
@@ -310,8 +310,8 @@ def next_scale(tried: Sequence[tuple[float, float]], wanted_secs: float) -> floa
     """The next guess: R grows about linearly with the scale.
 
     Args:
-      tried: (scale, R in seconds), the newest last.
-      wanted_secs: R that is asked for.
+      tried: Pairs of scale and R in seconds, the newest last.
+      wanted_secs: The R to reach.
     """
     scale, secs = tried[-1]
     if len(tried) > 1:
@@ -327,10 +327,10 @@ class PeakBytes:
     """Watches some devices while it is used as a context.
 
     Attributes:
-      bytes: The most so far, of the fullest device.
+      bytes: The most that the fullest device has held so far.
 
     Args:
-      devices: All of one kind; with none it does nothing.
+      devices: Devices of one kind; without any nothing is watched.
     """
 
     def __init__(self, devices: Collection[jax.Device]):
@@ -360,7 +360,7 @@ class PeakBytes:
     def _watch(self) -> None:
         while True:
             stats = [device.memory_stats() for device in self._devices]
-            self.bytes = max(self.bytes, *(one["bytes_in_use"] for one in stats))
+            self.bytes = max(self.bytes, *(device["bytes_in_use"] for device in stats))
             if self._ended.wait(_LOOK_SECS):
                 return
 

@@ -34,7 +34,7 @@ class Variant:
     """One way in which the trajectories of a step may come to a stream.
 
     Attributes:
-      name: Of the release rule or the order.
+      name: The name of the release rule or the order.
       release: The release rule.
       order: 0 for the rule's own order: under batch release that of the members, else
         one in which every group's last reward is late. Otherwise which of the random
@@ -56,10 +56,10 @@ class Variant:
         """The order of arrival in a step, another one in each.
 
         Args:
-          trajectories: All of the step.
-          seed: Of the run.
-          step: Which step.
-          window: Groups that may hold sums at a time.
+          trajectories: All trajectories of the step.
+          seed: The run's seed.
+          step: The step's number.
+          window: Number of groups that may hold sums at a time.
         """
         if self.order:
             rng = np.random.default_rng((seed, step, self.order))
@@ -99,13 +99,13 @@ def replay(
     """Feeds events to a fresh stream.
 
     Args:
-      run: Makes streams.
-      params: Where the gradient is taken.
+      run: A run, whose streams are used.
+      params: Parameters at which the gradient is taken.
       events: All events of one step, in their order of arrival. A member without any
         has failed.
       release: The release rule.
-      rows: Rows per call; 0 for the config's.
-      accumulator: How sums are taken; None as the config says.
+      rows: Trajectories per call; 0 for the config's number.
+      accumulator: "plain" or "exact" sums; None for the config's.
       rush: Whether all events come at once. Otherwise the stream has time to work
         between them.
     """
@@ -116,8 +116,8 @@ def replay(
     for group in sorted({event.trajectory.key.group for event in events}):
         feed.open_group(run, stream, step, group, members)
         places = {event.trajectory.key[1:3] for event in events}
-        there = {member for other, member in places if other == group}
-        for member in set(range(members)) - there:
+        present = {member for other, member in places if other == group}
+        for member in set(range(members)) - present:
             stream.fail(group, member, "no tokens")
     for kind, trajectory, *where in events:
         if kind == "turn":
@@ -190,22 +190,22 @@ def with_turns(events: Sequence[Event], rng: np.random.Generator) -> list[Event]
         if event.kind != "reward":
             turns = feed.scored_turns(event.trajectory)
             times = np.sort(rng.uniform(-1, i, len(turns)))
-            both = zip(times, turns, strict=True)
-            placed += [(t, Event("turn", event.trajectory, *turn)) for t, turn in both]
+            for secs, (start, end) in zip(times, turns, strict=True):
+                placed.append((secs, Event("turn", event.trajectory, start, end)))
     return [event for _, event in sorted(placed, key=lambda pair: pair[0])]
 
 
-def counting(found: Replay, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+def counting(result: Replay, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
     """The trajectories that count."""
-    return [t for t in trajectories if t.key[1:3] in found.advantages]
+    return [t for t in trajectories if t.key[1:3] in result.advantages]
 
 
-def nonzero_groups(found: Replay) -> float:
+def nonzero_groups(result: Replay) -> float:
     """Share of the groups that count in which an advantage is not 0."""
-    groups = {group for group, _ in found.advantages}
-    if not found.report.rewards:  # then every group has a gradient of its own
+    groups = {group for group, _ in result.advantages}
+    if not result.report.rewards:  # then every group has a gradient of its own
         return float(bool(groups))
-    moving = {group for (group, _), a in found.advantages.items() if a != 0}
+    moving = {group for (group, _), a in result.advantages.items() if a != 0}
     return len(moving) / max(len(groups), 1)
 
 

@@ -37,12 +37,12 @@ class Ran(NamedTuple):
 
     @property
     def replica(self) -> int:
-        """Where it ran."""
+        """The replica it ran on."""
         return _replica(self.call)
 
     @property
     def secs(self) -> float:
-        """How long it ran."""
+        """Seconds it ran."""
         return self.end_secs - self.start_secs
 
 
@@ -57,8 +57,8 @@ class LearnerClock:
     """Turns `GradientStream`'s `on_call` into records, and spans on a timeline.
 
     Args:
-      on_span: Told of every call that has ended, in a thread of the clock.
-      on_end: Called there as well: the replica can take another call.
+      on_span: Called with the span of a call that has ended, in a thread of the clock.
+      on_end: Called in that thread as soon as the replica can take another call.
     """
 
     def __init__(
@@ -84,8 +84,8 @@ class LearnerClock:
         """Times one call, whose fold has been dispatched as well. Never blocks.
 
         Args:
-          call: Which one; a prompt on one replica.
-          ended: bool[], an array of its gradient's program.
+          call: The call; a prompt is one of a single replica.
+          ended: bool[], an output of the gradient's program.
         """
         now = time.monotonic()
         folded = _behind(ended)
@@ -118,7 +118,7 @@ class LearnerClock:
                         f"the clock of replica {replica} has stopped"
                     ) from self._error
         ran, self._ran = self._ran, []
-        return sorted(ran, key=lambda one: one.end_secs)
+        return sorted(ran, key=lambda call: call.end_secs)
 
     def close(self) -> None:
         """Ends the threads; their last spans are out afterwards."""

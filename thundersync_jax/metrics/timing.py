@@ -1,9 +1,8 @@
 """What ran when: bars of rollouts, verification, learner and boundary.
 
 Spans are collected from any thread and written as a Chrome trace that Perfetto opens.
-Times are seconds of `time.monotonic`. Nothing is measured here (module `timing`) and
-nothing is drawn (module `pictures`); whether a device really worked during a span is up
-to whoever reports it.
+Times are seconds of `time.monotonic`. Nothing is drawn here (module `view.pictures`);
+whether a device really worked during a span is up to whoever reports it.
 """
 
 import collections
@@ -176,10 +175,10 @@ def step_timing(
     """Measures one step.
 
     Args:
-      spans: Bars, those outside the step are cut off.
-      start_secs: When its first rollout could start.
-      end_secs: When its new parameters were there.
-      replicas: Learners that could have worked; one that never did has no bar.
+      spans: Bars, of which the parts within the step count.
+      start_secs: When the step's first rollout could start.
+      end_secs: When the step's new parameters were there.
+      replicas: Number of learner replicas; one that never worked has no bar.
     """
     within = clip(spans, start_secs, end_secs)
     verdicts = [s.end_secs for s in within if s.track in ("rollout", "verify")]

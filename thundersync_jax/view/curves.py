@@ -14,8 +14,7 @@ from thundersync_jax.view.pictures import DECODE, FAINT, INK, LANE
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Of release rules: tints of one colour, the measured one apart.
-_PREDICTED = {"batch": FAINT, "group": "#b9bfc5"}
+_PREDICTED = {"batch": FAINT, "group": "#b9bfc5"}  # colours by release rule
 
 
 class SuccessPoint(NamedTuple):
@@ -35,9 +34,9 @@ def draw_success(
     """Draws held-out success against wall-clock time.
 
     Args:
-      path: Of the picture.
+      path: Where the picture is written.
       points: Evaluations in the order of time.
-      warm_start_secs: When the warm start ended; shaded up to there.
+      warm_start_secs: When the warm start ended; shaded until then.
     """
     points = [SuccessPoint(*point) for point in points]
     last = max([*(point.wall_secs for point in points), warm_start_secs, 1e-9])
@@ -76,12 +75,12 @@ def draw_saved(
     """Draws the seconds that all steps so far took, under every release rule.
 
     Args:
-      path: Of the picture.
-      secs: Seconds of each step, the first one first, by release rule.
+      path: Where the picture is written.
+      secs: Seconds of every step in order, by release rule.
       measured: The rule that ran; the others are predicted.
     """
     totals = {
-        release: [0.0, *itertools.accumulate(each)] for release, each in secs.items()
+        release: [0.0, *itertools.accumulate(steps)] for release, steps in secs.items()
     }
     longest = max(max(total) for total in totals.values())
     unit = pictures.unit_of(longest)

@@ -75,9 +75,9 @@ def draw_timeline(
     """Draws one step under several release rules on one time axis.
 
     Args:
-      path: Of the picture.
-      panels: Bars by release rule; each panel begins with its first bar and ends with
-        its last. Tracks and names are those of the run's timeline.
+      path: Where the picture is written.
+      panels: Bars by release rule, with tracks and names as on the run's timeline; a
+        panel begins with its first bar and ends with its last.
     """
     panels = {name: list(spans) for name, spans in panels.items() if spans}
     count = max(len(panels), 1)
@@ -108,8 +108,8 @@ def draw_bars(path: str | os.PathLike[str], bars: Mapping[str, Bar]) -> None:
     """Draws the median step of several release rules, and where its time goes.
 
     Args:
-      path: Of the picture.
-      bars: By release rule, one step each at least; from the top in their order.
+      path: Where the picture is written.
+      bars: Bars by release rule, of one step at least, from the top down.
     """
     figure = new_figure(9.6, 1.25 + 0.62 * max(len(bars), 1))
     axis = figure.subplots()
@@ -153,18 +153,18 @@ def _draw_panel(axis: "Axes", spans: Sequence[Span], longest: float) -> float:
         (TEACHER, [s for s in spans if s.track == "teacher" and s.lane in rows]),
     ):
         _bars(axis, bars, [rows[s.lane] for s in bars], thick, color, start)
-    each = height / len(lanes)
+    lane_height = height / len(lanes)
     for place, lane in enumerate(lanes):
-        top = bottom + place * each
-        axis.broken_barh([(0, end - start)], (top, 0.9 * each), color=LANE)
+        top = bottom + place * lane_height
+        axis.broken_barh([(0, end - start)], (top, 0.9 * lane_height), color=LANE)
         calls = [s for s in spans if s.track == "learner" and s.lane == lane]
         work = sum(s.end_secs - s.start_secs for s in calls)
         edge = 0.4 if work > len(calls) * longest / 150 else 0.0
         for color, kind in ((DIRECT, False), (STREAMED, True)):
             bars = [s for s in calls if s.name.startswith(("streamed", "turn")) == kind]
-            _bars(axis, bars, [top] * len(bars), 0.9 * each, color, start, edge)
+            _bars(axis, bars, [top] * len(bars), 0.9 * lane_height, color, start, edge)
     boundary = [s for s in spans if s.track == "boundary"]
-    tall = height - 0.1 * each
+    tall = height - 0.1 * lane_height
     _bars(axis, boundary, [bottom] * len(boundary), tall, BOUNDARY, start)
     axis.set_ylim(bottom + height, -0.5)
     middle = bottom + tall / 2
@@ -173,7 +173,7 @@ def _draw_panel(axis: "Axes", spans: Sequence[Span], longest: float) -> float:
 
 
 def _draw_parts(axis: "Axes", row: int, bar: Bar, step_secs: float) -> None:
-    """One bar: the parts of a step in their order, its spread, and the formula's."""
+    """One bar: the parts of a step, the spread of steps, and the formula's time."""
     thick, left = 0.56, 0.0
     top = row - thick / 2
     parts = (
