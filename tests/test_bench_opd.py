@@ -93,7 +93,7 @@ def watched(config, workdir, **options):
 
     report_figures = bench_report.figures
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bench_module.report, "figures", figures)
+        patch.setattr(bench_module.bench_report, "figures", figures)
         return bench(config, workdir, **options), seen
 
 

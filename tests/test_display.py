@@ -13,7 +13,7 @@ from thundersync_jax.envs.base import Action
 from thundersync_jax.metrics.progress import Progress, RunProgress
 from thundersync_jax.run.heldout import wilson_interval
 from thundersync_jax.types import StopReason, Trajectory, TrajectoryKey
-from thundersync_jax.view.display import Display, ReleaseRow, StepRow, progress_line
+from thundersync_jax.view.display import Display, StepRow, progress_line
 
 ESCAPE = "\x1b"
 
@@ -313,20 +313,3 @@ def test_evaluation_is_shown_with_its_interval():
     Display(stream).evaluation("held-out success", 81, 263)
     expected = "held-out success 30.8%  81 of 263, 95% interval 25.5% to 36.6%\n"
     assert stream.getvalue() == expected
-
-
-def test_closing_table_compares_with_batch_within_a_hundred_columns():
-    stream = io.StringIO()
-    rows = [
-        ReleaseRow("batch", 3.0, 0.71, 0.93, 2.98, None, 1.2e-7),
-        ReleaseRow("group", 2.5, 0.51, 0.4, 2.6, 0.0, 1.2e-7),
-        ReleaseRow("trajectory", 2.0, 0.31, 0.1, 2.2, 2e-7, 1.2e-7),
-    ]
-    Display(stream).closing_table(rows)
-    lines = stream.getvalue().splitlines()
-    assert max(map(len, lines)) <= 100
-    cells = {line.split()[0]: line.split()[1:] for line in lines[3:6]}
-    numbers = ["2.00", "1.50x", "31%", "0.10", "2.20", "2.0e-07", "1.2e-07"]
-    assert cells["trajectory"] == numbers
-    assert cells["batch"][1] == "1.00x" and cells["batch"][5] == "-"
-    assert cells["group"][5] == "0"

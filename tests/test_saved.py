@@ -153,6 +153,12 @@ def test_a_run_ends_with_what_its_own_steps_saved(
     assert set(rolled) == ({1, 2, 3} if closing else {1, 2})
     printed = capsys.readouterr().out
     assert ("under every release rule" in printed) == closing
+    if closing:
+        _, table = printed.split("under every release rule\n")
+        rows = {line.split()[0]: line.split()[1:] for line in table.splitlines()[2:5]}
+        assert rows["batch"][1] == "1.00x" and rows["batch"][5] == "0"
+        assert float(rows["trajectory"][5]) < 1e-5
+        assert max(map(len, table.splitlines()[:5])) <= 100
     rows = read(tmp_path)[1:]
     found = result["saved"]
     assert found["steps"] == 2

@@ -221,6 +221,21 @@ def test_timeline_is_drawn_from_any_spans_without_global_state(panels, tmp_path)
     assert ("matplotlib.pyplot" in sys.modules) == before
 
 
+def test_a_step_without_a_batch_panel_is_compared_with_batch_seconds(
+    tmp_path, monkeypatch
+):
+    pytest.importorskip("matplotlib")
+    figures, make = [], pictures.new_figure
+    monkeypatch.setattr(
+        pictures, "new_figure", lambda *size: figures.append(make(*size)) or figures[-1]
+    )
+    pictures.draw_timeline(tmp_path / "one.png", {"trajectory": panel()}, 2.6)
+    ((axis,),) = [figure.axes for figure in figures]
+    assert axis.get_title(loc="right").split()[-2:] == ["2.00x", "batch"]
+    assert [text.get_text() for text in axis.texts][-1] == "1.30 s sooner"
+    assert axis.get_xlim()[1] > 2.6
+
+
 def drawn_bars(bars, tmp_path, monkeypatch):
     """The axis that `draw_bars` fills: its bars' pieces by row, and its texts."""
     pytest.importorskip("matplotlib")

@@ -171,8 +171,11 @@ class _Loop:
         if step == run.config.steps:
             write_chrome_trace(run.workdir / "timeline.json", run.timeline.spans())
             if pictures.available():
-                panels = {run.config.release: spans}
-                pictures.draw_timeline(run.workdir / "timeline.png", panels)
+                pictures.draw_timeline(
+                    run.workdir / "timeline.png",
+                    {run.config.release: spans},
+                    row.get("predicted_batch_secs"),
+                )
         return row
 
     def evaluate(self, step: int, label: str) -> dict[str, float]:

@@ -29,7 +29,9 @@ from thundersync_jax.run.step import Step, roll_out, run_step
 from thundersync_jax.stream import padding
 from thundersync_jax.stream.schedule import Prompt, TurnCall
 from thundersync_jax.types import Span, Trajectory
-from thundersync_jax.view.display import Display, ReleaseRow
+from thundersync_jax.view import tables
+from thundersync_jax.view.display import Display
+from thundersync_jax.view.tables import Column
 
 Tree = Any
 _LOOK_SECS = 0.002  # between two looks at a device's memory
@@ -39,6 +41,22 @@ _AIM = 0.03  # the same, at which calibration stops
 _PASSES = 5  # over the steps, at most
 _LEAST_SCALE = 0.02  # of latencies: below it decoding alone takes longer
 LEAST_GAIN = 0.05  # of full calls, to be used: their last one keeps a step waiting
+_CLOSING_COLUMNS = (
+    Column("release", 10, left=True),
+    Column("step\nsecs", 6),
+    Column("over\nbatch", 6),
+    Column("learner\nidle", 7),
+    Column("tail after\nlast reward", 11),
+    Column("formula\nsecs", 7),
+    Column("difference", 10),
+    Column("control", 8),
+)
+_CLOSING_NOTES = (
+    "over batch: batch step time over this one. formula: a learner never idle beside "
+    "ready work.",
+    "difference: gradient against batch, relative. control: batch against itself in "
+    "other orders.",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,20 +183,24 @@ def closing_comparison(run: Run, display: Display, params: Tree, version: int) -
             release: replay.relative_difference(measured.step.gradient, batch.gradient)
             for release, measured in lives.items()
         }
-    display.closing_table(
+    batch_secs = lives["batch"].timing.step_secs
+    rows = [
         [
-            ReleaseRow(
-                release=release,
-                step_secs=measured.timing.step_secs,
-                idle_fraction=measured.timing.idle_fraction,
-                tail_secs=measured.timing.tail_secs,
-                predicted_secs=measured.predicted_secs,
-                difference=differences[release],
-                control=control,
-            )
-            for release, measured in lives.items()
+            release,
+            tables.seconds(measured.timing.step_secs),
+            f"{batch_secs / measured.timing.step_secs:.2f}x",
+            tables.percent(measured.timing.idle_fraction),
+            tables.seconds(measured.timing.tail_secs),
+            tables.seconds(measured.predicted_secs),
+            tables.scientific(differences[release]),
+            tables.scientific(control),
         ]
-    )
+        for release, measured in lives.items()
+    ]
+    title = "One more step from the final parameters, under every release rule"
+    display.table(_CLOSING_COLUMNS, rows, title)
+    for note in _CLOSING_NOTES:
+        display.line(note)
     if not run.config.loss.has_additive:
         groups: dict[int, list[float]] = {}
         for (group, _), advantage in batch.advantages.items():

@@ -47,22 +47,6 @@ _STEP_COLUMNS = (
 )
 _OF_TEACHER, _OF_REWARDS = "teacher\nKL", "uniform"  # one of them is shown
 _DISPENSABLE = ("staleness", "uniform", "rollout\nsecs")  # on a narrow terminal
-_RELEASE_COLUMNS = (
-    Column("release", 10, left=True),
-    Column("step\nsecs", 6),
-    Column("over\nbatch", 6),
-    Column("learner\nidle", 7),
-    Column("tail after\nlast reward", 11),
-    Column("formula\nsecs", 7),
-    Column("difference", 10),
-    Column("control", 8),
-)
-_RELEASE_NOTES = (
-    "over batch: batch step time over this one. formula: a learner never idle beside "
-    "ready work.",
-    "difference: gradient against batch, relative. control: batch against itself in "
-    "other orders.",
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,19 +67,6 @@ class StepRow:
     learner_busy: float | None  # share of the step
     staleness: int  # policy versions
     teacher_kl: float | None = None  # per token; shown in place of uniform groups
-
-
-@dataclasses.dataclass(frozen=True)
-class ReleaseRow:
-    """The same step under one release rule."""
-
-    release: str
-    step_secs: float
-    idle_fraction: float
-    tail_secs: float  # from the last reward to the end of the step
-    predicted_secs: float
-    difference: float | None  # of its gradient from the batch rule's, relative
-    control: float | None  # the same among batch runs in other orders
 
 
 class Display:
@@ -208,29 +179,6 @@ class Display:
         self._heading(columns)
         for row in rows:
             self._print(Text(tables.line(row, columns)))
-
-    def closing_table(self, rows: Sequence[ReleaseRow]) -> None:
-        """The same step under every release rule."""
-        batch = [row.step_secs for row in rows if row.release == "batch"]
-        cells = []
-        for row in rows:
-            over = batch[0] / row.step_secs if batch and row.step_secs else None
-            cells.append(
-                [
-                    row.release,
-                    tables.seconds(row.step_secs),
-                    f"{over:.2f}x" if over else tables.MISSING,
-                    tables.percent(row.idle_fraction),
-                    tables.seconds(row.tail_secs),
-                    tables.seconds(row.predicted_secs),
-                    tables.scientific(row.difference),
-                    tables.scientific(row.control),
-                ]
-            )
-        title = "One more step from the final parameters, under every release rule"
-        self.table(_RELEASE_COLUMNS, cells, title)
-        for note in _RELEASE_NOTES:
-            self.line(note)
 
     def _fitting(self, columns: Sequence[Column]) -> list[Column]:
         columns = list(columns)

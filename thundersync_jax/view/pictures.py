@@ -70,20 +70,25 @@ def available() -> bool:
 
 
 def draw_timeline(
-    path: str | os.PathLike[str], panels: Mapping[str, Sequence[Span]]
+    path: str | os.PathLike[str],
+    panels: Mapping[str, Sequence[Span]],
+    batch_secs: float | None = None,
 ) -> None:
-    """Draws one step under several release rules on one time axis.
+    """Draws one step under one release rule or several, on one time axis.
 
     Args:
       path: Where the picture is written.
       panels: Bars by release rule, with tracks and names as on the run's timeline; a
         panel begins with its first bar and ends with its last.
+      batch_secs: Seconds of the step under batch release, where that has no panel.
     """
     panels = {name: list(spans) for name, spans in panels.items() if spans}
     count = max(len(panels), 1)
     figure = new_figure(9.6, 0.9 + 2.2 * count)
     axes = figure.subplots(count, 1, sharex=True, squeeze=False)[:, 0]
     lengths = {name: _end(spans) - _start(spans) for name, spans in panels.items()}
+    if batch_secs is not None:
+        lengths.setdefault("batch", batch_secs)
     longest = max(lengths.values(), default=1.0)
     unit = unit_of(longest)
     for axis, (name, spans) in zip(axes, panels.items(), strict=False):
