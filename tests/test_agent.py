@@ -328,6 +328,8 @@ def test_recorder_refuses_what_does_not_belong_together():
         recorder.action([3, 4], [-1.0, -1.0, -1.0], 7)
     with pytest.raises(ValueError, match="finite"):
         recorder.action([3], [float("nan")], 7)
+    with pytest.raises(ValueError, match="at most 0"):
+        recorder.action([3], [0.1], 7)
     for ids in ([], [1.5], [[1]]):
         with pytest.raises(ValueError, match="action ids"):
             recorder.action(ids, [-1.0] * len(ids), 7)

@@ -141,3 +141,53 @@ def test_a_text_is_a_call_of_the_one_tool_that_takes_one():
     for tools in (TOOLS, (SEARCH,), ()):
         with pytest.raises(ValueError, match="give it both"):
             tool_calls.named(Action("call", "1+2"), tools)
+
+
+def read_value(schema, value):
+    """What a tool gets whose one parameter has this schema, or the refusal."""
+    parameters = {"type": "object", "properties": {"x": schema}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    text = tags(f'{{"name": "f", "arguments": {{"x": {value}}}}}')
+    action = tool_calls.read(text, "tags", [tool])
+    return action.problem or action.arguments["x"]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        {"parameters": None},
+        {"parameters": {"properties": None}},
+        {"parameters": {"properties": {"x": True}, "required": None}},
+        {"parameters": {"properties": {"x": None}}},
+    ],
+)
+def test_an_empty_schema_asks_for_nothing_and_raises_nothing(function):
+    tool = {"type": "function", "function": {"name": "f"} | function}
+    assert tool_calls.read(tags(ask("f", {})), "tags", [tool]).kind == "call"
+    action = tool_calls.read(tags(ask("f", {"x": "a"})), "tags", [tool])
+    takes_x = "x" in ((function["parameters"] or {}).get("properties") or {})
+    assert action.problem == ("" if takes_x else "f takes nothing, there is no 'x'")
+
+
+@pytest.mark.parametrize(
+    ("schema", "value", "expected"),
+    [
+        (True, '"a"', "a"),
+        ({"type": None}, '"a"', "a"),
+        ({"type": "string", "enum": None}, '"a"', "a"),
+        ({"type": "string", "nullable": True}, "null", None),
+        ({"type": "string", "nullable": False}, "null", "f: x must be of type string"),
+        ({"type": ["integer", "null"]}, "null", None),
+        ({"type": "integer"}, "5.0", 5),
+        ({"type": "integer"}, "1e3", 1000),
+        ({"type": "integer"}, "5.5", "f: x must be of type integer"),
+        ({"type": "number"}, "2.5", 2.5),
+        ({"type": "number"}, "NaN", "the call is no JSON that can be read"),
+        ({"type": "number"}, "-Infinity", "the call is no JSON that can be read"),
+        ({"type": "number"}, "1e999", "the call is no JSON that can be read"),
+        ({}, '{"y": [NaN]}', "the call is no JSON that can be read"),
+    ],
+)
+def test_values_are_those_of_json_and_its_schemas(schema, value, expected):
+    found = read_value(schema, value)
+    assert (type(found), found) == (type(expected), expected)

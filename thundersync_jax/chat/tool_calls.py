@@ -3,34 +3,36 @@
     tags    <tool_call>{"name": ..., "arguments": {...}}</tool_call>     Qwen, Hermes
     json    {"name": ..., "parameters": {...}}, the whole turn           Llama 3.x
 
-A turn makes one call. What is wrong with another one is said in a line for the policy,
-and is never an exception.
+A turn makes one call. What is wrong with another one becomes a line for the policy, and
+is never an exception.
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from thundersync_jax.config.checks import is_number
 from thundersync_jax.types import Action
 
 Style = Literal["tags", "json"]
 PYTHON_TAG = "<|python_tag|>"  # what Llama may open a call with
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _THINK, _THOUGHT = "<think>", "</think>"
-_SHOWN = 60  # characters of what the policy said, when it is told of it
+_SHOWN = 60  # characters of the policy's text in a line about it
 _KINDS = {
-    "string": str,
-    "number": int | float,
-    "integer": int,
-    "boolean": bool,
-    "array": list,
-    "object": dict,
-    "null": type(None),
+    "string": lambda value: isinstance(value, str),
+    "number": is_number,
+    "integer": lambda value: is_number(value) and value == int(value),
+    "boolean": lambda value: isinstance(value, bool),
+    "array": lambda value: isinstance(value, list),
+    "object": lambda value: isinstance(value, dict),
+    "null": lambda value: value is None,
 }
 
 
 class _MalformedError(ValueError):
-    """Says in one line what is wrong with a call."""
+    """One line about what is wrong with a call."""
 
 
 def style_of(template: str) -> Style | None:
@@ -46,36 +48,37 @@ def read(text: str, style: Style | None, tools: Sequence[Mapping[str, Any]]) -> 
     """Reads the text of one finished turn, without its end token.
 
     Args:
-      text: What was sampled.
-      style: None where there are no tools: everything is an answer.
-      tools: Their JSON schemas.
+      text: The sampled text.
+      style: Format of calls; None where there are no tools: everything is an answer.
+      tools: JSON schemas of the tools.
 
     Returns:
       An answer or a call, thinking left out; "malformed" with its `problem` where it
       tries a call and fails.
     """
-    said = _without_thinking(text)
+    speech = text.rpartition(_THOUGHT)[2].partition(_THINK)[0].strip()
+    find = {None: lambda speech: None, "tags": _in_tags, "json": _whole_turn}[style]
     try:
-        call = {None: _no_call, "tags": _in_tags, "json": _bare}[style](said)
+        call = find(speech)
         if call is None:
-            return Action("answer", said)
+            return Action("answer", speech)
         name, arguments = _checked(call, style, tools)
     except _MalformedError as problem:
         return Action("malformed", text, problem=str(problem))
-    return Action("call", _asked(arguments), name=name, arguments=arguments)
+    return Action("call", _text(arguments), name=name, arguments=arguments)
 
 
 def write(name: str, arguments: Mapping[str, Any], style: Style) -> str:
     """Returns the call as a policy would sample it."""
-    given = json.dumps(dict(arguments), ensure_ascii=False)
+    shown = json.dumps(dict(arguments), ensure_ascii=False)
     if style == "tags":
-        call = f'{{"name": {json.dumps(name)}, "arguments": {given}}}'
+        call = f'{{"name": {json.dumps(name)}, "arguments": {shown}}}'
         return f"{_OPEN}\n{call}\n{_CLOSE}"
-    return f'{{"name": {json.dumps(name)}, "parameters": {given}}}'
+    return f'{{"name": {json.dumps(name)}, "parameters": {shown}}}'
 
 
 def named(action: Action, tools: Sequence[Mapping[str, Any]]) -> Action:
-    """A call with name and arguments, where it says only what the one tool is asked.
+    """A call with name and arguments, where it has only the text for the one tool.
 
     Raises:
       ValueError: There are several tools, or the one takes more than a text.
@@ -93,52 +96,53 @@ def named(action: Action, tools: Sequence[Mapping[str, Any]]) -> Action:
     return Action("call", action.text, name=functions[0]["name"], arguments=arguments)
 
 
-def _without_thinking(text: str) -> str:
-    """What is said after the last thought; nothing of one that goes on."""
-    return text.rpartition(_THOUGHT)[2].partition(_THINK)[0].strip()
-
-
-def _no_call(said: str) -> None:
-    return None
-
-
-def _in_tags(said: str) -> Any:
+def _in_tags(speech: str) -> Any:
     """The call between the tags; text around them is not part of it."""
-    opened, closed = said.count(_OPEN), said.count(_CLOSE)
+    opened, closed = speech.count(_OPEN), speech.count(_CLOSE)
     if not opened and not closed:
         return None
     if opened > 1:
         raise _MalformedError(f"{opened} calls in one turn; make one at a time")
-    inside, end, _ = said.partition(_OPEN)[2].partition(_CLOSE)
+    inside, end, _ = speech.partition(_OPEN)[2].partition(_CLOSE)
     if closed != 1 or not opened or not end:
         raise _MalformedError(f"a call stands between {_OPEN} and {_CLOSE}")
     return _loads(inside)
 
 
-def _bare(said: str) -> Any:
+def _whole_turn(speech: str) -> Any:
     """The call that the whole turn is; other JSON and other text are answers."""
-    tagged = said.startswith(PYTHON_TAG)
-    said = said.removeprefix(PYTHON_TAG).strip()
-    if not tagged and not (said.startswith("{") and '"name"' in said):
+    tagged = speech.startswith(PYTHON_TAG)
+    speech = speech.removeprefix(PYTHON_TAG).strip()
+    if not tagged and not (speech.startswith("{") and '"name"' in speech):
         return None
     try:
-        call, end = json.JSONDecoder().raw_decode(said)
+        call, end = _DECODER.raw_decode(speech)
     except (ValueError, RecursionError):
-        return _loads(said)
-    if said[end:].lstrip("; \n").startswith("{"):
+        return _loads(speech)
+    if speech[end:].lstrip("; \n").startswith("{"):
         raise _MalformedError("several calls in one turn; make one at a time")
-    if said[end:].strip("; \n"):
-        raise _MalformedError(f"{_short(said[end:])} follows the call")
+    if speech[end:].strip("; \n"):
+        raise _MalformedError(f"{_short(speech[end:])} follows the call")
     return call
 
 
 def _loads(text: str) -> Any:
     try:
-        return json.loads(text)
+        return _DECODER.decode(text)
     except json.JSONDecodeError as error:
         raise _MalformedError(f"the call is no JSON: {error}") from error
-    except (ValueError, RecursionError) as error:  # too long a number, too deep
+    except (ValueError, RecursionError) as error:  # too large a number, too deep
         raise _MalformedError("the call is no JSON that can be read") from error
+
+
+def _finite(text: str) -> float:
+    """A number of JSON, which has neither NaN nor infinity."""
+    if not math.isfinite(number := float(text)):
+        raise ValueError(text)
+    return number
+
+
+_DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_finite)
 
 
 def _checked(
@@ -157,14 +161,15 @@ def _checked(
         raise _MalformedError(f"there is no tool {_short(name)}; there is: {known}")
     if not isinstance(arguments, dict):
         raise _MalformedError(f"{expected} of {name} must be a JSON object")
-    schema = functions[name].get("parameters", {})
+    schema = _constraints(functions[name].get("parameters"))
     properties = _properties(functions[name])
-    for parameter in schema.get("required", ()):
+    for parameter in schema.get("required") or ():
         if parameter not in arguments:
             raise _MalformedError(f"{name} needs {parameter!r} in its {expected}")
     for parameter, value in arguments.items():
         if parameter in properties:
-            _check_value(name, parameter, value, properties[parameter])
+            constraints = _constraints(properties[parameter])
+            arguments[parameter] = _value(name, parameter, value, constraints)
         elif not schema.get("additionalProperties", False):
             known = ", ".join(properties) or "nothing"
             raise _MalformedError(
@@ -173,25 +178,25 @@ def _checked(
     return name, arguments
 
 
-def _check_value(name: str, parameter: str, value: Any, schema: Any) -> None:
-    kinds = schema.get("type", list(_KINDS))
+def _value(
+    name: str, parameter: str, value: Any, constraints: Mapping[str, Any]
+) -> Any:
+    """A value that a parameter takes; 5.0 is the integer 5."""
+    kinds = constraints.get("type") or list(_KINDS)
     kinds = [kinds] if isinstance(kinds, str) else kinds
-    if not any(_is(value, kind) for kind in kinds):
+    # A kind that nobody knows allows everything.
+    kind = next((k for k in kinds if _KINDS.get(k, lambda value: True)(value)), None)
+    if kind is None and not (value is None and constraints.get("nullable") is True):
         expected = " or ".join(kinds)
         raise _MalformedError(f"{name}: {parameter} must be of type {expected}")
-    if value not in schema.get("enum", [value]):
-        allowed = ", ".join(map(str, schema["enum"]))
-        raise _MalformedError(f"{name}: {parameter} must be one of {allowed}")
+    allowed = constraints.get("enum")
+    if allowed is not None and value not in allowed:
+        shown = ", ".join(map(str, allowed))
+        raise _MalformedError(f"{name}: {parameter} must be one of {shown}")
+    return int(value) if kind == "integer" else value
 
 
-def _is(value: Any, kind: str) -> bool:
-    # Of Python's numbers true and false are two; of JSON's they are none.
-    if isinstance(value, bool) and kind != "boolean":
-        return False
-    return isinstance(value, _KINDS.get(kind, object))
-
-
-def _asked(arguments: Mapping[str, Any]) -> str:
+def _text(arguments: Mapping[str, Any]) -> str:
     values = list(arguments.values())
     if len(values) == 1 and isinstance(values[0], str):
         return values[0]
@@ -203,8 +208,13 @@ def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _properties(function: Mapping[str, Any]) -> Mapping[str, Any]:
-    return function.get("parameters", {}).get("properties", {})
+    return _constraints(_constraints(function.get("parameters")).get("properties"))
 
 
-def _short(said: str) -> str:
-    return repr(said.strip()[:_SHOWN])
+def _constraints(schema: Any) -> Mapping[str, Any]:
+    """What a JSON schema asks for: null and true ask for nothing."""
+    return schema if isinstance(schema, Mapping) else {}
+
+
+def _short(text: str) -> str:
+    return repr(text.strip()[:_SHOWN])

@@ -14,6 +14,7 @@ from thundersync_jax.engines.base import Scored
 from thundersync_jax.types import StopReason, TeacherScores, Trajectory, TrajectoryKey
 
 _NO_CREDIT = (1.0, 0.0)
+_ROUNDING = 1e-4  # nats by which an engine's log-probability may exceed 0
 
 
 class Recorder:
@@ -47,7 +48,7 @@ class Recorder:
 
         Raises:
           ValueError: Another policy version, no tokens, or log-probabilities that are
-            not one finite number per token.
+            not one finite number per token, or above 0.
         """
         if policy_version != self.policy_version:
             raise ValueError(
@@ -62,10 +63,11 @@ class Recorder:
                 f"trajectory {self.key}: an action has {len(ids)} ids and "
                 f"log-probabilities of shape {logprobs.shape}; expected one per id."
             )
-        if not np.all(np.isfinite(logprobs)):
+        if not np.all(np.isfinite(logprobs) & (logprobs <= _ROUNDING)):
             raise ValueError(
                 f"trajectory {self.key}: an action has the log-probabilities "
-                f"{logprobs.tolist()}; expected finite numbers, every id was sampled."
+                f"{logprobs.tolist()}; expected finite numbers of at most 0, every id "
+                "was sampled."
             )
         self.turns += 1
         self._append(ids, logprobs)
