@@ -169,7 +169,7 @@ def test_the_date_of_a_prompt_is_that_of_the_run(folders, monkeypatch):
     chat = TemplateChat(folders["llama3"])
     before = chat.prompt("1")
     later = type("Later", (), {"now": staticmethod(lambda: pytest.fail("asked again"))})
-    monkeypatch.setattr("thundersync_jax.chat.folder.datetime", later)
+    monkeypatch.setattr("thundersync_jax.chat.tokenizer_files.datetime", later)
     np.testing.assert_array_equal(chat.prompt("1"), before)
 
 

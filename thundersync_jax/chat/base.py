@@ -1,8 +1,8 @@
 """How text becomes token ids, and sampled ids become actions: the interface.
 
 A trajectory is appended to and never rendered again: the prompt as a whole once, then
-per turn the ids that were sampled and the ids of what follows them. `render.ByteLevel`
-speaks the byte-level vocabulary, `templates.TemplateChat` that of a model folder.
+per turn the ids that were sampled and the ids of what follows them. The byte-level
+vocabulary is `byte_level.ByteLevel`, that of a model folder `templates.TemplateChat`.
 """
 
 from collections.abc import Sequence

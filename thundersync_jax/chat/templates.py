@@ -14,6 +14,7 @@ as <|im_end|> in a prompt or a tool's answer are text here, never the token, so 
 can forge a role; that is the one difference from `transformers`.
 """
 
+import dataclasses
 import functools
 import re
 from collections.abc import Mapping, Sequence
@@ -22,8 +23,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from thundersync_jax.chat import folder as chat_folder
-from thundersync_jax.chat import tool_calls
+from thundersync_jax.chat import tokenizer_files, tool_calls
 from thundersync_jax.chat.base import Chat
 from thundersync_jax.chat.byte_level import ByteLevel
 from thundersync_jax.errors import ConfigError
@@ -46,18 +46,20 @@ def open_chat(
     """The chat of a model: its folder's template, or bytes.
 
     Args:
-      folder: Of the model, None where it comes from nowhere.
+      folder: Folder of the model; None for a model without one.
       format: "auto" takes the template where there is one, and bytes where the folder
         has no tokenizer, or the byte-level one.
-      tools: JSON schemas; bytes have no room for them, nor for a system message.
-      system: The first message, if any.
-      thinking: What templates call enable_thinking.
+      tools: JSON schemas of the tools; byte-level text has no room for them.
+      system: Text of the first message, if any; byte-level text has no room for it.
+      thinking: Value of the template's enable_thinking; "default" leaves it out.
 
     Raises:
       ConfigError: The folder has no template where one is needed, or a template that
         cannot hold the conversation.
     """
-    template = folder is not None and chat_folder.template_of(Path(folder), bool(tools))
+    template = folder is not None and tokenizer_files.template_of(
+        Path(folder), bool(tools)
+    )
     if format == "template" and not template:
         raise ConfigError(
             f"chat.format is 'template', but {folder or 'model.path none'} has no chat "
@@ -68,7 +70,7 @@ def open_chat(
     if (
         format == "auto"
         and folder is not None
-        and not chat_folder.speaks_bytes(Path(folder))
+        and not tokenizer_files.speaks_bytes(Path(folder))
     ):
         raise ConfigError(
             f"{folder} has a tokenizer and no chat template; expected both, or neither "
@@ -77,9 +79,9 @@ def open_chat(
         )
     if thinking != "default":
         bare = format == "auto" and folder is not None
-        found = f", as {folder} has no chat template" if bare else ""
+        reason = f", as {folder} has no chat template" if bare else ""
         raise ConfigError(
-            f"chat.thinking is {thinking!r} with byte-level tokens{found}; only "
+            f"chat.thinking is {thinking!r} with byte-level tokens{reason}; only "
             "templates know it. Set chat.thinking to 'default'"
             + (", or put the model's tokenizer and template there." if bare else ".")
         )
@@ -109,8 +111,8 @@ class TemplateChat:
             conversation; one line says which and what to do.
         """
         self._folder = Path(folder)
-        self._tokenizer = chat_folder.load_tokenizer(self._folder)
-        source = chat_folder.template_of(self._folder, bool(tools))
+        self._tokenizer = tokenizer_files.load_tokenizer(self._folder)
+        source = tokenizer_files.template_of(self._folder, bool(tools))
         if source is None:
             raise ConfigError(
                 f"{folder} has no chat template; add chat_template.jinja."
@@ -118,7 +120,7 @@ class TemplateChat:
         self._tools = [dict(tool) for tool in tools]
         self._style = tool_calls.style_of(source) if tools else None
         self._first = [{"role": "system", "content": system}] if system else []
-        settings = chat_folder.special_tokens(self._folder)
+        settings = tokenizer_files.special_tokens(self._folder)
         if thinking != "default":
             if "enable_thinking" not in source:
                 raise self._refusal(
@@ -127,7 +129,7 @@ class TemplateChat:
             settings["enable_thinking"] = thinking == "on"
         settings |= {"tools": self._tools or None, "documents": None}
         self._template = functools.partial(
-            chat_folder.compiled(source, self._folder), **settings
+            tokenizer_files.compiled(source, self._folder), **settings
         )
         added = self._tokenizer.get_added_tokens_decoder()
         self._marks = {t.content: i for i, t in added.items() if t.special}
@@ -178,14 +180,7 @@ class TemplateChat:
         if not len(ids) or ids[-1] not in stop_ids or np.any(self.special(inside)):
             return Action("malformed", self.decode(ids), sampled)
         action = tool_calls.read(self.decode(body), self._style, self._tools)
-        return Action(
-            action.kind,
-            action.text,
-            sampled,
-            action.name,
-            action.arguments,
-            action.problem,
-        )
+        return dataclasses.replace(action, ids=sampled)
 
     def decode(self, ids: np.ndarray) -> str:
         """Returns text with all marks; ids that the tokenizer lacks by number.
@@ -251,27 +246,28 @@ class TemplateChat:
     def _end_mark(self) -> str:
         """The special token that ends an assistant's turn."""
         tail = self._after_action(self._role, _ANSWER)
-        found = [mark for mark in self._marks if tail.startswith(mark)]
-        if not found:
+        marks = [mark for mark in self._marks if tail.startswith(mark)]
+        if not marks:
             raise self._refusal(
                 f"ends an action with {tail[:20]!r}, expected a special token",
                 "Mend the template, or mark that token special in tokenizer.json",
             )
-        return max(found, key=len)
+        return max(marks, key=len)
 
     def _stop_ids(self) -> tuple[int, ...]:
-        given = chat_folder.read_json(self._folder / "generation_config.json").get(
-            "eos_token_id"
-        )
-        if given is None:
-            eos = chat_folder.special_tokens(self._folder).get("eos_token", self._end)
-            given = self._tokenizer.token_to_id(eos)
-            if given is None:
+        generation = tokenizer_files.read_json(self._folder / "generation_config.json")
+        end = generation.get("eos_token_id")
+        if end is None:
+            name = tokenizer_files.special_tokens(self._folder).get(
+                "eos_token", self._end
+            )
+            end = self._tokenizer.token_to_id(name)
+            if end is None:
                 raise ConfigError(
-                    f"the end token {eos!r} of {self._folder} has no id; expected a "
+                    f"the end token {name!r} of {self._folder} has no id; expected a "
                     "token of its tokenizer.json. Correct tokenizer_config.json."
                 )
-        ids = given if isinstance(given, list) else [given]
+        ids = end if isinstance(end, list) else [end]
         for token in ids:
             known = type(token) is int and 0 <= token < self.vocab_size
             if not known:
@@ -313,7 +309,7 @@ class TemplateChat:
     @functools.cached_property
     def _plain(self) -> Any:
         """The tokenizer to which marks are text."""
-        plain = chat_folder.load_tokenizer(self._folder)
+        plain = tokenizer_files.load_tokenizer(self._folder)
         plain.encode_special_tokens = True
         return plain
 

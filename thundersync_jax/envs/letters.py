@@ -11,7 +11,7 @@ import dataclasses
 import random
 import string
 import zlib
-from collections.abc import Collection
+from collections.abc import Set
 from typing import Literal
 
 import numpy as np
@@ -95,24 +95,24 @@ def make(env: EnvConfig, seed: int) -> TaskSet:
     """Returns the tasks of `env.options` (LettersOptions, None for its defaults)."""
     options = LettersOptions() if env.options is None else env.options
     length = options.prompt_tokens
-    heldout = _prompts("heldout", options.heldout_tasks, length, ())
+    heldout = _prompts("heldout", options.heldout_tasks, length, set())
     return TaskSet(
-        train=_prompts(f"train {seed}", options.train_tasks, length, heldout),
+        train=_prompts(f"train {seed}", options.train_tasks, length, set(heldout)),
         heldout=heldout,
         environment=lambda: LettersEnvironment(options),
         prompt=lambda task: task,
     )
 
 
-def _prompts(stream: str, count: int, length: int, taken: Collection[str]) -> list[str]:
+def _prompts(stream: str, count: int, length: int, taken: Set[str]) -> list[str]:
     """Returns different texts, none of them taken."""
     rng = random.Random(stream)
-    taken, found = set(taken), {}
-    while len(found) < count:
+    texts: dict[str, None] = {}
+    while len(texts) < count:
         text = _text(rng, length)
         if text not in taken:
-            found[text] = None
-    return list(found)
+            texts[text] = None
+    return list(texts)
 
 
 def _text(rng: random.Random, tokens: int) -> str:

@@ -36,11 +36,11 @@ class Tensor(NamedTuple):
     """
 
     name: str
-    leaf: tuple[str, ...]  # where the parameter is in the tree
-    layer: int | None  # its place in a stacked leaf
+    leaf: tuple[str, ...]  # path of the parameter in the tree
+    layer: int | None  # index in a stacked leaf; None: not stacked
     shape: tuple[int, ...]  # in the file
-    apart: tuple[int, ...]  # likewise, heads and their sizes in two axes
-    axes: tuple[int, ...]
+    apart: tuple[int, ...]  # in the file, but heads and their sizes in two axes
+    axes: tuple[int, ...]  # of `apart`, in the order of the parameter
 
     @property
     def parameter_shape(self) -> tuple[int, ...]:
@@ -70,9 +70,9 @@ def config_json(
     """The config.json of a model, for transformers 4 and 5 and vLLM.
 
     Args:
-      config: The model.
-      dtype: Of the stored weights, as "bfloat16".
-      source: A config.json that decides everything else, as end tokens.
+      config: Shape of the model.
+      dtype: Dtype of the stored weights, as "bfloat16".
+      source: A config.json that decides everything else, such as end tokens.
 
     Raises:
       ConfigError: No published family has such a model.
@@ -132,23 +132,23 @@ def tensors(config: ModelConfig) -> list[Tensor]:
         layer["query_norm"] = ("self_attn.q_norm.weight", (h,), (0,))
         layer["key_norm"] = ("self_attn.k_norm.weight", (h,), (0,))
 
-    found = [_whole(EMBEDDING, "embed", vocabulary)]
-    for index in range(config.layers):
-        for leaf, (name, apart, axes) in layer.items():
-            found.append(
-                Tensor(
-                    f"model.layers.{index}.{name}",
-                    ("layers", leaf),
-                    index,
-                    _together(leaf, apart),
-                    apart,
-                    axes,
-                )
-            )
-    found.append(_whole("model.norm.weight", "final_norm", (d,)))
+    first = [_whole(EMBEDDING, "embed", vocabulary)]
+    layers = [
+        Tensor(
+            f"model.layers.{index}.{name}",
+            ("layers", leaf),
+            index,
+            _together(leaf, apart),
+            apart,
+            axes,
+        )
+        for index in range(config.layers)
+        for leaf, (name, apart, axes) in layer.items()
+    ]
+    last = [_whole("model.norm.weight", "final_norm", (d,))]
     if not config.tied_embeddings:
-        found.append(_whole(HEAD, "unembed", vocabulary))
-    return found
+        last.append(_whole(HEAD, "unembed", vocabulary))
+    return [*first, *layers, *last]
 
 
 def _family_of(config: ModelConfig) -> str:

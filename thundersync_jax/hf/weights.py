@@ -21,7 +21,7 @@ from thundersync_jax.errors import ConfigError
 from thundersync_jax.hf import families, files
 from thundersync_jax.models import layers, transformer
 
-Tree = Any
+Params = Any  # the tree of `transformer.init`
 GENERATION_FILE = "generation_config.json"
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -51,7 +51,7 @@ def check(folder: str | os.PathLike, config: ModelConfig) -> None:
     _checked(Path(folder).expanduser(), config)
 
 
-def load(folder: str | os.PathLike, config: ModelConfig, shardings: Tree) -> Tree:
+def load(folder: str | os.PathLike, config: ModelConfig, shardings: Any) -> Params:
     """The parameters of a folder, laid out over devices.
 
     Args:
@@ -65,10 +65,10 @@ def load(folder: str | os.PathLike, config: ModelConfig, shardings: Tree) -> Tre
     Raises:
       ConfigError: As `check`; nothing has been put on a device then.
     """
-    found = _checked(Path(folder).expanduser(), config)
-    if config.tied_embeddings and families.HEAD in found:
+    stored = _checked(Path(folder).expanduser(), config)
+    if config.tied_embeddings and families.HEAD in stored:
         require(
-            files.equal(found[families.EMBEDDING], found[families.HEAD]),
+            files.equal(stored[families.EMBEDDING], stored[families.HEAD]),
             f"{families.HEAD} of {folder} differs from {families.EMBEDDING} although "
             "config.json has tie_word_embeddings true",
             "the same numbers",
@@ -80,7 +80,7 @@ def load(folder: str | os.PathLike, config: ModelConfig, shardings: Tree) -> Tre
 
     def leaf(path, sharding):
         tensors = leaves[tuple(key.key for key in path)]
-        return _leaf(tensors, found, _parameter_dtype(config), sharding)
+        return _leaf(tensors, stored, _parameter_dtype(config), sharding)
 
     return jax.tree.map_with_path(leaf, shardings)
 
@@ -88,7 +88,7 @@ def load(folder: str | os.PathLike, config: ModelConfig, shardings: Tree) -> Tre
 def save(
     folder: str | os.PathLike,
     config: ModelConfig,
-    params: Tree,
+    params: Params,
     dtype: str = "float32",
     *,
     metadata: Mapping[str, str] | None = None,
@@ -101,15 +101,15 @@ def save(
     Every file is there once it is whole; config.json comes last.
 
     Args:
-      folder: Made where it is missing. A model that is there is replaced.
-      config: The model. What its shape leaves open comes from the config.json of
+      folder: Folder to write, made where it is missing. A model in it is replaced.
+      config: Shape of the model. Other entries of config.json come from that of
         `tokenizer_from`.
-      params: As `transformer.init` returns them, on any devices of this process.
-      dtype: Of the stored weights: "float32", "bfloat16", "float16" or "float64".
-      metadata: Texts for the headers of the safetensors files.
+      params: The tree of `transformer.init`, on any devices of this process.
+      dtype: Dtype of the stored weights, one of `STORED_DTYPES`.
+      metadata: Texts for the headers of the safetensors files, by name.
       tokenizer_from: A folder whose tokenizer, chat template and generation_config.json
-        are copied; by default `config.path`.
-      generation: What generation_config.json holds instead.
+        are copied; None: `config.path`.
+      generation: Content of generation_config.json; None: a copy.
       most_shard_bytes: Weights that take more are cut into several files.
 
     Raises:
@@ -140,7 +140,7 @@ def save(
 def write_tensors(
     folder: str | os.PathLike,
     config: ModelConfig,
-    params: Tree,
+    params: Params,
     dtype: str = "float32",
     metadata: Mapping[str, str] | None = None,
     most_shard_bytes: float = 5e9,
@@ -148,10 +148,9 @@ def write_tensors(
     """Replaces the weights of a folder, its safetensors files alone.
 
     Whoever reads meanwhile, or after this was killed, finds all of the old weights or
-    all of the new: one file is renamed into its place, or files under new names become
-    the model's with their index. The host holds two copies of one tensor at most.
-
-    Args, Raises: As `save`.
+    all of the new: one file takes the place of the old one, or files under new names
+    become the model's with their index. The host holds two copies of one tensor at
+    most. Arguments and errors are those of `save`.
     """
     require(
         dtype in STORED_DTYPES,
@@ -181,9 +180,9 @@ def write_tensors(
 
 
 def _checked(folder: Path, config: ModelConfig) -> dict[str, files.Stored]:
-    found = files.stored(folder)
+    stored = files.stored(folder)
     expected = {tensor.name: tensor.shape for tensor in families.tensors(config)}
-    missing = [name for name in expected if name not in found]
+    missing = [name for name in expected if name not in stored]
     require(
         not missing,
         f"{folder} has no tensor {_few(missing)}",
@@ -195,20 +194,20 @@ def _checked(folder: Path, config: ModelConfig) -> dict[str, files.Stored]:
         expected[families.HEAD] = expected[families.EMBEDDING]
     extra = [
         name
-        for name in found
+        for name in stored
         if name not in expected and not name.endswith(families.IGNORED_END)
     ]
     require(
         not extra,
         f"{folder} has a tensor {_few(extra)} of shape "
-        f"{list(found[extra[0]].shape) if extra else ''}",
+        f"{list(stored[extra[0]].shape) if extra else ''}",
         "none of this name: the model of config.json does not use it",
         "Name the folder of a dense Qwen 2, 2.5 or 3 or Llama 3 model.",
     )
     for name, shape in expected.items():
-        if name not in found:  # the head of tied embeddings
+        if name not in stored:  # the head of tied embeddings
             continue
-        tensor = found[name]
+        tensor = stored[name]
         require(
             tensor.shape == shape,
             f"tensor {name} of {tensor.path} has shape {list(tensor.shape)}",
@@ -221,7 +220,7 @@ def _checked(folder: Path, config: ModelConfig) -> dict[str, files.Stored]:
             "one of " + ", ".join(files.DTYPES),
             "Name the folder of weights that are not quantized.",
         )
-    return found
+    return stored
 
 
 def _few(names: Sequence[str]) -> str:
@@ -233,7 +232,12 @@ def _parameter_dtype(config: ModelConfig) -> np.dtype:
     return np.dtype(layers.wide(transformer.compute_dtype(config)))
 
 
-def _leaf(tensors, found, dtype, sharding) -> jax.Array:
+def _leaf(
+    tensors: Sequence[families.Tensor],
+    stored: Mapping[str, files.Stored],
+    dtype: np.dtype,
+    sharding: jax.sharding.Sharding,
+) -> jax.Array:
     """One parameter, read per part and put on the devices that hold the part."""
     first = tensors[0]
     shape = first.parameter_shape
@@ -247,8 +251,8 @@ def _leaf(tensors, found, dtype, sharding) -> jax.Array:
         chosen = tensors[index[0]] if stacked else tensors
         for tensor, place in zip(chosen, out if stacked else [out], strict=True):
             part = index[1:] if stacked else index
-            stored = found[tensor.name]
-            files.copy_part(stored, tensor.apart, tensor.axes, part, place)
+            source = stored[tensor.name]
+            files.copy_part(source, tensor.apart, tensor.axes, part, place)
         return out
 
     holders: dict[tuple, list[jax.Device]] = {}
@@ -263,12 +267,12 @@ def _leaf(tensors, found, dtype, sharding) -> jax.Array:
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
 
-def _piece(tensor: families.Tensor, params: Tree, dtype: np.dtype) -> files.Piece:
+def _piece(tensor: families.Tensor, params: Params, dtype: np.dtype) -> files.Piece:
     leaf = params
     for key in tensor.leaf:
         leaf = leaf[key]
-    found = leaf.shape if tensor.layer is None else leaf.shape[1:]
-    if found != tensor.parameter_shape:
+    shape = leaf.shape if tensor.layer is None else leaf.shape[1:]
+    if shape != tensor.parameter_shape:
         raise ValueError(
             f"parameter {'.'.join(tensor.leaf)} has shape {leaf.shape}, expected "
             f"{tensor.parameter_shape} for {tensor.name}; give the model's own config"
@@ -294,8 +298,11 @@ def _one_layer(leaf, layer, dtype):
     return (leaf if layer is None else leaf[layer]).astype(dtype)
 
 
-def _shards(pieces, dtype, most_bytes):
-    shards, filled = [[]], 0
+def _shards(
+    pieces: Sequence[files.Piece], dtype: np.dtype, most_bytes: float
+) -> list[list[files.Piece]]:
+    shards: list[list[files.Piece]] = [[]]
+    filled = 0
     for piece in pieces:
         size = int(np.prod(piece.shape)) * dtype.itemsize
         if shards[-1] and filled + size > most_bytes:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from thundersync_jax.chat import folder as chat_folder
+from thundersync_jax.chat import tokenizer_files
 from thundersync_jax.config import Config, ModelConfig, OptimConfig
 from thundersync_jax.config import model as model_config
 from thundersync_jax.config.workdir import RESULT_FILE, VOCABULARY_FILE
@@ -162,7 +162,7 @@ def _served(config: Config) -> tuple[Teacher, dict[str, int]]:
             "one: its tokenizer must be compared with the policy's. Set teacher.path "
             "to a copy of it."
         )
-    words = chat_folder.vocabulary(Path(folder).expanduser())
+    words = tokenizer_files.vocabulary(Path(folder).expanduser())
     model = ModelConfig(path=folder)
     return Teacher(model.vocab_size, ", ".join(servers)), words
 

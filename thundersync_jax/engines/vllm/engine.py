@@ -96,26 +96,30 @@ class Server:
         """Samples one turn.
 
         Args:
-          prompt: int[N].
+          prompt: int[N], the prompt's tokens.
           max_tokens: Most tokens of the answer; without `stop_ids`, exactly so many.
           temperature: Of sampling, and of the log-probabilities where the server runs
             with --logprobs-mode processed_logprobs. 0 takes the largest.
           seed: 0 .. 2^63 - 1.
           stop_ids: Any of them ends the answer.
         """
-        given = {"max_tokens": max_tokens, "stop_ids": stop_ids}
         body = wire.completion_request(
-            self.models().name, prompt, temperature=temperature, seed=seed, **given
+            self.models().name,
+            prompt,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            seed=seed,
+            stop_ids=stop_ids,
         )
         answer = self._call("POST", "/v1/completions", body)
-        return wire.read_completion(answer, prompt, **given)
+        return wire.read_completion(answer, prompt, max_tokens, stop_ids)
 
     def score(self, prompt: np.ndarray, top_k: int = 0) -> np.ndarray:
         """Scores a prompt, before temperature.
 
         Args:
-          prompt: int[N], N >= 2.
-          top_k: Likeliest ids that the server computes beside.
+          prompt: int[N], N >= 2, the tokens to score.
+          top_k: Number of likeliest ids that the server computes beside.
 
         Returns:
           float32[N - 1], of all but the first token.
@@ -152,18 +156,18 @@ def check(
     """Asks every server what it serves.
 
     Args:
-      servers: All of them have to be well.
+      servers: The servers, all of which have to be well.
       context_tokens: Longest sequence of a request, its answer included.
       development: Whether its development mode is needed.
 
     Raises:
       ConfigError: One does not answer, or cannot do what is needed.
     """
-    found = {}
+    models = {}
     for server in servers:
         try:
             server.health()
-            found[server] = model = server.models()
+            models[server] = model = server.models()
         except (ConnectionError, ValueError) as error:
             raise ConfigError(
                 f"{error}; expected a vLLM server there. Start it and wait for its "
@@ -176,7 +180,7 @@ def check(
             )
         if development:
             _check_development(server)
-    return found
+    return models
 
 
 def _check_development(server: Server) -> None:
@@ -194,11 +198,11 @@ def _check_development(server: Server) -> None:
 
 
 class VLLMEngine:
-    """Behind `rollout.engine.RemoteEngine`.
+    """A `RemoteEngine` of vLLM servers.
 
     Attributes:
-      context_tokens: As given.
-      servers: One for each address.
+      context_tokens: Longest sequence of a session.
+      servers: The server of each address.
     """
 
     def __init__(
@@ -212,12 +216,12 @@ class VLLMEngine:
         """Asks all servers whether they can do what is needed.
 
         Args:
-          settings: Which servers, and how long to wait for them.
+          settings: Addresses of the servers, and how long to wait for them.
           context_tokens: Longest sequence of a session.
-          vocab_size: Ids of the model; others are refused.
+          vocab_size: Number of ids of the model; others are refused.
           publish: Called by the pool's `update`, with no request outstanding. An
             exception is the pool's.
-          on_line: Told of every server that is taken out.
+          on_line: Called with a line about every server that is taken out.
 
         Raises:
           ConfigError: A server is not there or was started otherwise than is needed.
@@ -230,18 +234,18 @@ class VLLMEngine:
         self._vocab_size = vocab_size
         self._publish = publish
         self._on_line = on_line
-        self._asked: Servers | None = None
+        self._connected: Servers | None = None
 
     @property
     def retries(self) -> int:
         """Turns so far that were asked for again because a server failed."""
-        return self._asked.retries if self._asked else 0
+        return self._connected.retries if self._connected else 0
 
     def connect(
         self, loop: asyncio.AbstractEventLoop, on_error: Callable[[BaseException], None]
     ) -> "VLLMConnection":
         """As `RemoteEngine` says."""
-        self._asked = Servers(
+        self._connected = Servers(
             {server.address: model.name for server, model in self._models.items()},
             timeout_secs=self._settings.request_timeout_secs,
             attempts=self._settings.attempts,
@@ -249,7 +253,7 @@ class VLLMEngine:
             on_error=on_error,
             on_line=self._on_line,
         )
-        return VLLMConnection(self, self._asked, self._publish, self._vocab_size)
+        return VLLMConnection(self, self._connected, self._publish, self._vocab_size)
 
 
 @dataclasses.dataclass(eq=False)
@@ -261,7 +265,7 @@ class _Session:
 
 
 class VLLMConnection:
-    """Behind `rollout.engine.Connection`; `update` and `close` wait, nothing else."""
+    """A `Connection` to vLLM servers; `update` and `close` wait, nothing else."""
 
     def __init__(
         self, engine: VLLMEngine, servers: Servers, publish: Publish, vocab_size: int
@@ -285,24 +289,28 @@ class VLLMConnection:
         version = self._policy_version
         self._check_request(request, prompt, version)
         seed = wire.seed_number(request.seed)
-        given = {"max_tokens": request.max_new_tokens, "stop_ids": request.stop_ids}
-        temperature = request.temperature
+        max_tokens, stop_ids = request.max_new_tokens, request.stop_ids
 
         def body(model: str) -> dict[str, Any]:
             return wire.completion_request(
-                model, prompt, temperature=temperature, seed=seed, **given
+                model,
+                prompt,
+                max_tokens=max_tokens,
+                temperature=request.temperature,
+                seed=seed,
+                stop_ids=stop_ids,
             )
 
         def read(answer: Any) -> wire.Completion:
             return wire.read_completion(
-                answer, prompt, **given, vocab_size=self._vocab_size
+                answer, prompt, max_tokens, stop_ids, self._vocab_size
             )
 
         name = f"{request.session} turn {session.turns}"
-        found = await self._servers.ask(request.session, name, body, read)
-        session.ids = np.concatenate([prompt, found.ids])
+        turn = await self._servers.ask(request.session, name, body, read)
+        session.ids = np.concatenate([prompt, turn.ids])
         session.turns += 1
-        return Response(request.session, *found, policy_version=version)
+        return Response(request.session, *turn, policy_version=version)
 
     def release(self, session: Hashable) -> None:
         """Ends a session; no server is told, nothing there waits for it."""

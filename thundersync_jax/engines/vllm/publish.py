@@ -12,7 +12,7 @@ import functools
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -24,15 +24,27 @@ from thundersync_jax.errors import ConfigError, ServerError
 from thundersync_jax.hf import weights
 from thundersync_jax.models import transformer
 
-Tree = Any
+Params = Any  # the tree of `transformer.init`
 _PROMPT_TOKENS = 272  # at most: more than two blocks of 128, vLLM's largest, are cached
 _SAMPLED_TOKENS = 8
 # Not 1, where log-probabilities before and after temperature would be the same.
 _TEMPERATURE = 0.5
-_TOLERANCE = {
-    "float32": 1e-4,
-    "bfloat16": 0.3,
-}  # nats; of log-probabilities down to -20
+# Nats, of log-probabilities down to -20.
+_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.3}
+
+
+class Probe(NamedTuple):
+    """What a server makes of the probe's prompt, of N tokens.
+
+    Attributes:
+      ids: int32[M], tokens that it sampled behind the prompt.
+      logprobs: float32[M], their log-probabilities at the probe's temperature.
+      scores: float32[N - 1], log-probabilities of the prompt but its first token.
+    """
+
+    ids: np.ndarray
+    logprobs: np.ndarray
+    scores: np.ndarray
 
 
 class Publisher:
@@ -53,10 +65,10 @@ class Publisher:
         """Prepares the probe.
 
         Args:
-          settings: The servers' folder, their dtype and the tolerance.
-          model: The policy.
+          settings: Folder and dtype of the servers, and the tolerance.
+          model: Shape of the policy.
           context_tokens: Longest sequence that the servers take.
-          on_line: Told once what the first probe found.
+          on_line: Called with a line about the first probe.
 
         Raises:
           ConfigError: The folder holds another model, or none.
@@ -77,14 +89,14 @@ class Publisher:
         )
 
     def publish(
-        self, params: Tree, version: int, servers: Sequence[Server]
+        self, params: Params, version: int, servers: Sequence[Server]
     ) -> Published:
         """Gives servers the parameters.
 
         Args:
-          params: Of the policy, on the learner's devices.
+          params: Parameters of the policy, on the learner's devices.
           version: Policy version, part of the weights' name.
-          servers: Those that sample. None of them answers a trajectory meanwhile.
+          servers: The sampling servers. None answers a trajectory meanwhile.
 
         Raises:
           ServerError: A server refused the weights, or answers by others.
@@ -95,18 +107,17 @@ class Publisher:
             # have to follow others first.
             lost = self._deliver(_others(params), version, servers).lost
             servers = [server for server in servers if server not in lost]
-            found = self._deliver(params, version, servers)
-            found = found._replace(lost={**lost, **found.lost})
+            published = self._deliver(params, version, servers)
             self._on_line(
                 f"{len(servers)} servers hold the policy: log-probabilities within "
                 f"{self.difference:.1e} nats of the learner's, at most "
                 f"{self._tolerance:g} is allowed"
             )
-            return found
+            return published._replace(lost={**lost, **published.lost})
         return self._deliver(params, version, servers)
 
     def _deliver(
-        self, params: Tree, version: int, servers: Sequence[Server]
+        self, params: Params, version: int, servers: Sequence[Server]
     ) -> Published:
         self._count += 1
         name = f"policy {version}, publication {self._count} of run {self._run}"
@@ -114,21 +125,25 @@ class Publisher:
         if not self._served.tied_embeddings:
             written = params | {"unembed": transformer.head_weights(params)}
         self._write(written, {"weight_version": name})
-        found: dict[Server, Any] = {}
+        answers: dict[Server, Probe | str] = {}
         if servers:
             bring = functools.partial(self._bring, name=name)
             with ThreadPoolExecutor(len(servers)) as threads:
-                found = dict(zip(servers, threads.map(bring, servers), strict=True))
-        answers = {s: a for s, a in found.items() if not isinstance(a, str)}
-        gaps = [self._gap(server, params, *a) for server, a in answers.items()]
+                answers = dict(zip(servers, threads.map(bring, servers), strict=True))
+        lost = {s: reason for s, reason in answers.items() if isinstance(reason, str)}
+        gaps = [
+            self._gap(server, params, probe)
+            for server, probe in answers.items()
+            if server not in lost
+        ]
         self.difference = max(gaps, default=float("nan"))
-        lost = {server: a for server, a in found.items() if server not in answers}
         return Published(name, lost)
 
-    def _write(self, params: Tree, metadata: dict[str, str]) -> None:
-        given = self._folder, self._served, params, self._dtype, metadata
+    def _write(self, params: Params, metadata: dict[str, str]) -> None:
         try:
-            weights.write_tensors(*given)
+            weights.write_tensors(
+                self._folder, self._served, params, self._dtype, metadata
+            )
         except OSError as error:
             raise ServerError(
                 f"the weights cannot be written to vllm.weights_dir {self._folder}: "
@@ -136,7 +151,7 @@ class Publisher:
                 "for them. Make room or write it again with thundersync_jax.export."
             ) from error
 
-    def _bring(self, server: Server, name: str) -> Any:
+    def _bring(self, server: Server, name: str) -> Probe | str:
         """What a server then samples and scores, or one line where it is gone."""
         try:
             _update(server, name)
@@ -147,7 +162,7 @@ class Publisher:
                 temperature=_TEMPERATURE,
                 seed=self._count,
             )
-            return sampled.ids, sampled.logprobs, server.score(self._prompt)
+            return Probe(sampled.ids, sampled.logprobs, server.score(self._prompt))
         except ConnectionError as error:
             return f"publishing {name}: {error}"
         except ValueError as error:
@@ -156,32 +171,30 @@ class Publisher:
                 "that reloads and scores. Start it as launch/local_vllm.sh does."
             ) from error
 
-    def _gap(
-        self,
-        server: Server,
-        params: Tree,
-        ids: np.ndarray,
-        logprobs: np.ndarray,
-        scores: np.ndarray,
-    ) -> float:
+    def _gap(self, server: Server, params: Params, probe: Probe) -> float:
         """The largest difference of a server's numbers from the learner's."""
         prompt = len(self._prompt)
-        tokens = np.concatenate([self._prompt, ids])
+        tokens = np.concatenate([self._prompt, probe.ids])
         parts = (
-            ("its prompt's tokens", 1.0, slice(1, prompt), scores),
-            ("tokens that it sampled", _TEMPERATURE, slice(prompt, None), logprobs),
+            ("its prompt's tokens", 1.0, slice(1, prompt), probe.scores),
+            (
+                "tokens that it sampled",
+                _TEMPERATURE,
+                slice(prompt, None),
+                probe.logprobs,
+            ),
         )
         largest = 0.0
-        for what, temperature, own, given in parts:
+        for name, temperature, place, served in parts:
             learner = self._learner(params, tokens, np.float32(temperature))
-            learner = np.asarray(learner)[own]
-            gaps = np.abs(learner - given)
+            learner = np.asarray(learner)[place]
+            gaps = np.abs(learner - served)
             gap, at = float(np.max(gaps)), int(np.argmax(gaps))  # they keep a NaN
             if not gap <= self._tolerance:
                 raise ServerError(
                     f"{server.address} does not sample from the learner's policy: "
-                    f"log-probabilities of {what} differ by up to {gap:.2g} nats "
-                    f"({given[at]:.4f} there, {learner[at]:.4f} here), expected at "
+                    f"log-probabilities of {name} differ by up to {gap:.2g} nats "
+                    f"({served[at]:.4f} there, {learner[at]:.4f} here), expected at "
                     f"most {self._tolerance:g}. Check that it serves {self._folder} "
                     f"with --dtype {self._dtype} and --logprobs-mode "
                     "processed_logprobs (and, on CPU, without a tied head: "
@@ -198,15 +211,15 @@ def _update(server: Server, name: str) -> None:
     server.reset_prefix_cache()
     server.set_weight_version(name)
     server.resume()
-    found = server.weight_version()
-    if found != name:
+    version = server.weight_version()
+    if version != name:
         raise ServerError(
-            f"{server.address} has weights {found!r} right after an update to "
+            f"{server.address} has weights {version!r} right after an update to "
             f"{name!r}; does another trainer use it? Give each its own servers."
         )
 
 
-def _others(params: Tree) -> Tree:
+def _others(params: Params) -> Params:
     """Parameters whose log-probabilities nobody takes for those of `params`."""
     names = {"embed", "unembed"} & params.keys()
     return params | {name: params[name][::-1] for name in names}

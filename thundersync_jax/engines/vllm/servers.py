@@ -175,18 +175,18 @@ class Servers:
     async def _check_version(self, member: Member, version: str) -> None:
         try:
             answer = await self._json("GET", f"{member.address}/weight_info")
-            found = repr(wire.read_weight_version(answer))
+            served = repr(wire.read_weight_version(answer))
         except wire.RefusedRequest as error:
-            found = f"not told ({error})"
-        if found != repr(version):
-            reason = f"its weights' version is {found}, the policy's {version!r}"
+            served = f"not told ({error})"
+        if served != repr(version):
+            reason = f"its weights' version is {served}, the policy's {version!r}"
             self.take_out(member, reason)
             raise _Failed(reason)
 
-    async def _json(self, method: str, url: str, **given: Any) -> Any:
+    async def _json(self, method: str, url: str, **options: Any) -> Any:
         """A JSON value; OSError where the server is not to be reached."""
         try:
-            response = await self._client.request(method, url, **given)
+            response = await self._client.request(method, url, **options)
         except wire.connection_errors() as error:
             raise ConnectionError(wire.describe(error)) from error
         return wire.read_json(response.status_code, response.text)
@@ -213,8 +213,9 @@ class Servers:
 
     async def _look(self, member: Member, reason: str, start_secs: float) -> None:
         """Takes a server out that is not well."""
-        said = await self._ill("/health", self._client.get(f"{member.address}/health"))
-        if said is None and member.answered_secs < start_secs:
+        health = self._client.get(f"{member.address}/health")
+        problem = await self._problem("/health", health)
+        if problem is None and member.answered_secs < start_secs:
             # The front may be well while what it stands for hangs, or all that it was
             # asked for takes long.
             body = wire.completion_request(
@@ -226,11 +227,12 @@ class Servers:
                 stop_ids=(),
             )
             url = f"{member.address}/v1/completions"
-            said = await self._ill("one token", self._client.post(url, json=body))
-        if said is not None:
-            self.take_out(member, f"{reason}; {said}")
+            post = self._client.post(url, json=body)
+            problem = await self._problem("one token", post)
+        if problem is not None:
+            self.take_out(member, f"{reason}; {problem}")
 
-    async def _ill(self, name: str, request: Awaitable[Any]) -> str | None:
+    async def _problem(self, name: str, request: Awaitable[Any]) -> str | None:
         """What is wrong with the answer to a small request; None where it is well."""
         try:
             async with asyncio.timeout(HEALTH_SECS):

@@ -1,4 +1,4 @@
-"""A teacher on vLLM servers, behind `rollout.teacher.Teacher`.
+"""A `rollout.teacher.Teacher` on vLLM servers.
 
 It scores through prompt log-probabilities: what a server says of tokens that it is
 given. vLLM takes those before temperature, so that there is no teacher at another one
@@ -42,17 +42,17 @@ class VLLMTeacher:
         """Asks all servers whether they can do what is needed.
 
         Args:
-          addresses: Of the servers, each as http://localhost:8000.
-          kind: What is told per position: the log-probability of the token itself, or
-            the `top_k` likeliest ids with theirs.
+          addresses: Addresses of the servers, each as http://localhost:8000.
+          kind: Scores of a position: the log-probability of the token itself, or the
+            `top_k` likeliest ids with theirs.
           top_k: K of kind "top_k", below `width`.
-          width: Ids that policy and teacher have; likeliest ids are looked for among
-            them.
-          temperature: Of the rollout.
+          width: Number of ids that policy and teacher share; likeliest ids are looked
+            for among them.
+          temperature: Temperature of the rollout.
           context_tokens: Longest sequence of a session.
           timeout_secs: Deadline of one try.
-          attempts: Tries of a turn.
-          on_line: Told of every server that is taken out.
+          attempts: Most tries of a turn.
+          on_line: Called with a line about every server that is taken out.
 
         Raises:
           ConfigError: It cannot be, or a server is not there or cannot do it.
@@ -96,7 +96,7 @@ class VLLMTeacher:
 
 
 class VLLMTeacherConnection:
-    """Behind `rollout.teacher.Teacher`; one event loop's own."""
+    """A `Teacher` for one event loop."""
 
     def __init__(self, teacher: VLLMTeacher, servers: Servers, top_k: int, width: int):
         """See `VLLMTeacher.connect`."""
@@ -144,8 +144,8 @@ class VLLMTeacherConnection:
         logprobs, tables = wire.read_scores(answer, tokens, positions)
         if not self._top_k:
             return Scored(logprobs[:, None], None)
-        given = self._top_k, self._width
-        best = np.asarray([wire.best_ids(table, *given) for table in tables])
+        best = [wire.best_ids(table, self._top_k, self._width) for table in tables]
+        best = np.asarray(best)
         return Scored(best[..., 1].astype(np.float32), best[..., 0].astype(np.int32))
 
 

@@ -1,4 +1,4 @@
-"""What a Hugging Face folder says of its tokens: tokenizer, special ones, template."""
+"""Tokenizer, special tokens and chat template of a Hugging Face folder."""
 
 import datetime
 import json
@@ -22,10 +22,10 @@ def template_of(folder: Path, tools: bool) -> str | None:
     for file in [with_tools] * tools + [folder / "chat_template.jinja"]:
         if file.exists():
             return file.read_text(encoding="utf-8")
-    given = read_json(folder / "tokenizer_config.json").get("chat_template")
-    if not isinstance(given, list):
-        return given
-    by_name = {entry["name"]: entry["template"] for entry in given}
+    templates = read_json(folder / "tokenizer_config.json").get("chat_template")
+    if not isinstance(templates, list):
+        return templates
+    by_name = {entry["name"]: entry["template"] for entry in templates}
     return (tools and by_name.get("tool_use")) or by_name.get("default")
 
 
@@ -33,10 +33,10 @@ def special_tokens(folder: Path) -> dict[str, Any]:
     """The named tokens that templates may use, such as bos_token."""
     config = read_json(folder / "special_tokens_map.json")
     config |= read_json(folder / "tokenizer_config.json")
-    found = {f"{name}_token": config.get(f"{name}_token") for name in _NAMED}
+    tokens = {f"{name}_token": config.get(f"{name}_token") for name in _NAMED}
     return {
         name: token["content"] if isinstance(token, dict) else token
-        for name, token in found.items()
+        for name, token in tokens.items()
         if token is not None
     }
 
