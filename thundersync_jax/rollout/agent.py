@@ -58,12 +58,12 @@ class Agent:
     """One attempt of one member.
 
     Attributes:
-      key: Its name, the attempt included.
-      session: The engine's name for it, never used twice: what a stopped attempt still
-        does cannot touch a later one of the same key.
-      doing: What it is busy with, for whoever has to stop it.
-      recorder: Its tokens, None before the prompt is known.
-      times: Seconds on the monotonic clock, by name.
+      key: Key of the trajectory, the attempt included.
+      session: The engine's name for the attempt, never used twice: what a stopped one
+        still does cannot touch a later one of the same key.
+      doing: What it is busy with, in words, for whoever has to stop it.
+      recorder: Its tokens; None before the prompt is known.
+      times: Seconds on the monotonic clock, by name as in `Trajectory`.
     """
 
     def __init__(
@@ -83,8 +83,20 @@ class Agent:
     ):
         """Prepares an attempt; its environment is made by `act`.
 
-        `on_turn` is told of every turn that the teacher has scored, `chat` turns text
-        into ids and back. Where `limits.stop_ids` is None, those of `chat` end a turn.
+        Args:
+          key: Key of the trajectory, the attempt included.
+          task: The environment's task.
+          make_environment: Makes a fresh environment for the key.
+          sampler: The connection to the engine.
+          commands: Runs the environment's commands under their deadlines.
+          limits: Tokens, turns and deadlines. Where `stop_ids` is None, those of `chat`
+            end a turn.
+          seed: First word of every sampling seed of the run.
+          policy_version: Version that has to sample every action.
+          on_span: Called with every decode, tool, score and verify bar.
+          teacher: Scores the actions; None where none does.
+          on_turn: Called with every turn that the teacher has scored.
+          chat: Turns text into ids and back.
         """
         self.key = key
         self.session = (key, next(_SESSIONS))
@@ -98,8 +110,8 @@ class Agent:
         self._commands = commands
         self._limits = limits
         self._chat = chat
-        given = limits.stop_ids
-        self._stop_ids = chat.stop_ids if given is None else given
+        own_stop_ids = limits.stop_ids is None
+        self._stop_ids = chat.stop_ids if own_stop_ids else limits.stop_ids
         # Without the attempt: a retry samples the tokens that the first try would have.
         self._seed = (seed, PHASES[key.phase], key.step, key.group, key.member)
         self._policy_version = policy_version

@@ -151,8 +151,8 @@ def end_tasks(loop: asyncio.AbstractEventLoop, grace_secs: float) -> None:
     """Cancels whatever a stopped loop still has to do and waits a little for its end.
 
     Args:
-      loop: It was stopped, and this is its thread.
-      grace_secs: For cleaning up; what takes twice as long is left behind.
+      loop: A stopped event loop, from whose thread this is called.
+      grace_secs: Seconds for cleaning up; what takes twice as long is left behind.
     """
     for is_due in (_begun, lambda task: True):
         tasks = asyncio.all_tasks(loop)

@@ -1,7 +1,7 @@
-"""What a rollout pool is given and what it tells: a job in, one outcome out.
+"""Jobs of a rollout pool and its events: a job in, one outcome out.
 
-Of one attempt, in this order: its turns where a teacher scores them, its `Completed`,
-its outcome.
+The events of one attempt come in this order: its turns where a teacher scores them, its
+`Completed`, its outcome.
 
 `secs` of an event is when it happened, on the monotonic clock; whoever reads it may be
 busy then.
@@ -31,13 +31,13 @@ class Turn:
     """A teacher has scored an action; its tool call may still run.
 
     Attributes:
-      key: With the attempt. A later attempt's turns begin anew.
+      key: Key with the attempt. A later attempt's turns begin anew.
       turn: Number of the action, from 0.
       start: Index of the first token since the last action: 0 for the first turn, and
         then that of the observation before this one.
       trajectory: The tokens up to the action's end, with `teacher` scores of every
         action so far. Its stop reason is open, and so is the credit of this turn.
-      secs: As of every event.
+      secs: Seconds on the monotonic clock.
     """
 
     key: TrajectoryKey
@@ -71,11 +71,11 @@ class Failed:
     """A member without a verdict, before or after its `Completed`.
 
     Attributes:
-      key: With the last attempt.
-      stop_reason: What kind of failure; CONTEXT_OVERFLOW is a prompt without room.
+      key: Key with the last attempt.
+      stop_reason: Kind of the failure; CONTEXT_OVERFLOW is a prompt without room.
       reason: One line that names what was stopped.
-      trajectory: The tokens up to there, None where not even the prompt is known.
-      secs: As of every event.
+      trajectory: The tokens up to there; None where not even the prompt is known.
+      secs: Seconds on the monotonic clock.
     """
 
     key: TrajectoryKey

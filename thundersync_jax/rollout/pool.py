@@ -82,15 +82,15 @@ class RolloutPool:
         """Starts the threads.
 
         Args:
-          engine: From here on only the pool calls it.
-          make_environment: Called in the event loop for every attempt.
-          limits: Slots, turns, deadlines, attempts.
-          seed: Of the run; first word of every sampling seed.
-          on_span: Told of every decode, tool and verify bar.
-          blocked_secs: An event loop that does not turn for so long is an error: some
-            environment blocks it instead of awaiting.
-          make_teacher: Called with the event loop and whom to tell of a death; the
-            pool closes what it returns. Training members are scored by it.
+          engine: The sampler, which only the pool calls from here on.
+          make_environment: Makes the environment of an attempt, in the event loop.
+          limits: Slots, turns, deadlines and attempts.
+          seed: Seed of the run, the first word of every sampling seed.
+          on_span: Called with every decode, tool and verify bar.
+          blocked_secs: Seconds without a turn of the event loop after which some
+            environment is taken to block it instead of awaiting: an error.
+          make_teacher: Makes the teacher of training members from the event loop and a
+            function to call with what it died of; the pool closes it.
           chat: Turns text into ids and back.
 
         Raises:

@@ -86,20 +86,20 @@ class Recorder:
             trained in the context that it was sampled in, so a history that was
             rewritten (thinking removed, text tokenised again) is another sample.
         """
-        given, record = self._checked("context", ids), np.concatenate(self._ids)
-        overlap = min(len(given), len(record))
-        differ = np.flatnonzero(given[:overlap] != record[:overlap])
+        context, record = self._checked("context", ids), np.concatenate(self._ids)
+        overlap = min(len(context), len(record))
+        differ = np.flatnonzero(context[:overlap] != record[:overlap])
         common = int(differ[0]) if len(differ) else overlap
         if common < len(record):
-            there = f"id {given[common]}" if common < len(given) else "nothing"
+            there = f"id {context[common]}" if common < len(context) else "nothing"
             raise ValueError(
-                f"trajectory {self.key}: a context of {len(given)} ids has the first "
+                f"trajectory {self.key}: a context of {len(context)} ids has the first "
                 f"{common} of the {len(record)} recorded ones; at position {common} "
                 f"it has {there}, the record id {record[common]}. Hand the history on "
                 "as it was sampled, or begin a new sample."
             )
-        if len(given) > len(record):
-            self.observation(given[len(record) :])
+        if len(context) > len(record):
+            self.observation(context[len(record) :])
 
     def credit(self, weight: float, credit: float) -> None:
         """Gives the latest action the advantage A * weight + credit."""
@@ -160,7 +160,7 @@ class Recorder:
     ) -> Trajectory:
         """Returns what was recorded so far."""
         lengths = [len(ids) for ids in self._ids]
-        given = any(pair != _NO_CREDIT for pair in self._credits)
+        credited = any(pair != _NO_CREDIT for pair in self._credits)
         weights, credits = np.repeat(
             np.asarray(self._credits, np.float32), lengths, axis=0
         ).T
@@ -173,8 +173,8 @@ class Recorder:
             stop_reason=stop_reason,
             policy_version=self.policy_version,
             reason=reason,
-            turn_weights=weights if given else None,
-            turn_credits=credits if given else None,
+            turn_weights=weights if credited else None,
+            turn_credits=credits if credited else None,
             teacher=self.teacher_scores(self.length),
             times=dict(times or {}),
         )

@@ -1,9 +1,9 @@
 """The teacher: who says how likely a student's own tokens are.
 
 One asynchronous interface, so that scores are awaited while tools run. A local teacher
-is a passive engine in a thread of its own, a remote one a client (`vllm_teacher`).
-Student and teacher must mean the same by every id; `check_vocabulary` says whether they
-do.
+is a passive engine in a thread of its own, a remote one a client
+(`engines.vllm.teacher`). Student and teacher must mean the same by every id, which
+`check_vocabulary` checks.
 """
 
 import asyncio
@@ -34,8 +34,8 @@ class Teacher(Protocol):
         raises is a failure of the trajectory.
 
         Args:
-          session: The trajectory, by a name that is never used twice.
-          tokens: int32[N], all of it so far.
+          session: Name of the trajectory, never used twice.
+          tokens: int32[N], all tokens of it so far.
           positions: int32[M], M >= 1, ascending, behind those of the session's last
             request.
         """
@@ -47,7 +47,7 @@ class Teacher(Protocol):
         """Ends whatever it runs; False where that takes longer."""
 
 
-# (the event loop, whom to tell what the teacher died of) -> a teacher
+# (the event loop, a function to call with what the teacher died of) -> a teacher
 MakeTeacher = Callable[
     [asyncio.AbstractEventLoop, Callable[[BaseException], None]], Teacher
 ]
@@ -62,7 +62,7 @@ class LocalTeacher:
         loop: asyncio.AbstractEventLoop,
         on_error: Callable[[BaseException], None],
     ):
-        """Starts the thread; `on_error` is told, in it, what the engine died of."""
+        """Starts the thread; it calls `on_error` with what the engine died of."""
         self._driver = EngineDriver(engine, loop, on_error, name="teacher")
 
     async def logprobs(
@@ -98,11 +98,12 @@ class TurnScorer:
         """Starts a task.
 
         Args:
-          teacher: Asked for one turn at a time.
-          session: Of the attempt.
+          teacher: The teacher, which scores one turn at a time.
+          session: The engine's name for the attempt.
           recorder: Keeps the scores.
-          on_scored: Told every turn whose scores are in, and when it was sent.
-          on_failed: Told that `raise_error` has something to say.
+          on_scored: Called with every turn whose scores are in, and the monotonic
+            seconds when it was sent.
+          on_failed: Called where `raise_error` raises from now on.
         """
         self.turn = 0
         self._teacher = teacher
@@ -178,10 +179,10 @@ def check_vocabulary(
     (huggingface/trl#2215): what counts is the content.
 
     Args:
-      student: Id of every token, special ones included.
-      teacher: Likewise.
+      student: Id of every token of the student, special ones included.
+      teacher: Id of every token of the teacher, special ones included.
       student_width: Rows of the student's embedding, padding included.
-      teacher_width: Likewise.
+      teacher_width: Rows of the teacher's embedding, padding included.
 
     Returns:
       The ids over which both are normalised: the smaller width. Padding rows below it

@@ -48,8 +48,8 @@ class Servers:
     """Asks for the sessions of one event loop.
 
     Attributes:
-      members: All of them, in the order given.
-      weight_version: What answers have to come from; None where that does not matter.
+      members: All servers, in the order of their addresses in the config.
+      weight_version: The weights that answers have to come from; None: any.
       retries: Tries so far that followed one that failed.
     """
 
@@ -68,10 +68,10 @@ class Servers:
         Args:
           models: Name of the served model, by the address of its server.
           timeout_secs: Deadline of one try.
-          attempts: Tries of a request.
-          loop: Its end, which cancels all tasks, closes all connections.
-          on_error: Told, once, that no server is left, and what became of each.
-          on_line: Told of every server that is taken out.
+          attempts: Most tries of a request.
+          loop: The event loop whose end, which cancels all tasks, closes connections.
+          on_error: Called once where no server is left, with what became of each.
+          on_line: Called with a line about every server that is taken out.
         """
         self.members = [Member(*pair) for pair in models.items()]
         self.weight_version: str | None = None
