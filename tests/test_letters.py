@@ -158,7 +158,7 @@ def test_training_depends_on_the_seed_and_heldout_does_not():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"prompt_tokens": 7}, "prompt_tokens is 7; expected at least 8"),
+        ({"prompt_tokens": 7}, "prompt_tokens is 7, expected at least 8"),
         ({"train_tasks": 0}, "train_tasks is 0"),
         ({"heldout_tasks": 0}, "heldout_tasks is 0"),
         ({"calls": (-1, 0)}, "calls"),

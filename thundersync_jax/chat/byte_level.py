@@ -119,34 +119,6 @@ def _as_bytes(ids: Iterable[int]) -> bytes:
     return bytes(parts)
 
 
-class ByteLevel:
-    """A `chat.Chat` of bytes and a few marks; it knows one tool, without a name."""
-
-    stop_ids = (END,)
-
-    def prompt(self, text: str) -> np.ndarray:
-        return render_prompt(text)
-
-    def observation(self, text: str, ended: bool = True) -> np.ndarray:
-        """A cut action needs no end token: <tool> cannot be taken for text."""
-        return render_observation(text)
-
-    def action(self, action: Action) -> np.ndarray:
-        return render_action(action)
-
-    def parse(self, ids: np.ndarray, stop_ids: Sequence[int] = (END,)) -> Action:
-        return parse_action(ids, stop_ids)
-
-    def decode(self, ids: np.ndarray) -> str:
-        return decode(ids)
-
-    def special(self, ids: np.ndarray) -> np.ndarray:
-        return np.asarray(ids) >= BYTES
-
-    def vocabulary(self) -> dict[str, int]:
-        return vocabulary()
-
-
 def render_prompt(text: str) -> np.ndarray:
     """Returns int32[N], the prompt and the token after which the policy acts."""
     return _join(USER, text, ASSISTANT)
@@ -200,3 +172,21 @@ def parse_action(
 def _join(first: int | None, text: str, last: int) -> np.ndarray:
     start = [] if first is None else [first]
     return np.concatenate([start, encode(text), [last]]).astype(np.int32)
+
+
+class ByteLevel:
+    """A `Chat` of bytes and a few marks; it knows one tool, without a name."""
+
+    stop_ids = (END,)
+    prompt = staticmethod(render_prompt)
+    action = staticmethod(render_action)
+    parse = staticmethod(parse_action)
+    decode = staticmethod(decode)
+    vocabulary = staticmethod(vocabulary)
+
+    def observation(self, text: str, ended: bool = True) -> np.ndarray:
+        """A cut action needs no end token: <tool> cannot be taken for text."""
+        return render_observation(text)
+
+    def special(self, ids: np.ndarray) -> np.ndarray:
+        return np.asarray(ids) >= BYTES

@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import math
 import urllib.parse
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
@@ -110,6 +111,24 @@ def effective(
             f"{prefix}{name} is {value!r} with {prefix}{other} {given!r}",
             f"{shown}: only {users} {'use' if len(choices) > 1 else 'uses'} it",
             f"Set {prefix}{name} to {shown} or {prefix}{other} to {way_out}.",
+        )
+
+
+def bounds(group: Any, prefix: str, lowest: Mapping[str, int]) -> None:
+    """Requires fields to be pairs of a fewest and a most.
+
+    Args:
+      group: A dataclass under construction.
+      prefix: What comes before a field's name, as "env.options.".
+      lowest: The least that the fewest may be, by the field's name.
+    """
+    for name, least in lowest.items():
+        pair = getattr(group, name)
+        require(
+            len(pair) == 2 and least <= pair[0] <= pair[1],
+            f"{prefix}{name} is {pair}",
+            f"the fewest (at least {least}) and the most",
+            f"Write it like ({least}, {least + 2}).",
         )
 
 

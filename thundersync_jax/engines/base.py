@@ -1,17 +1,27 @@
-"""The engine interfaces: who answers for all trajectories at once.
+"""Engines: who answers for all trajectories at once, and how coroutines ask them.
 
 A sampler answers "what comes next?", a teacher's engine "how likely was this?". In this
-process both are passive. Somebody submits requests and calls `step` until their answers
-come back; such an engine owns no thread. A remote engine is asked through a connection.
-None knows an environment. Ids go in, ids and numbers come out.
+process both are passive: somebody submits requests and calls `step` until their answers
+come back. That is `EngineDriver`, the one thread that owns such an engine and answers
+the coroutines of an event loop. A remote engine brings a connection of its own, and
+`connect` makes both kinds look alike. None knows an environment. Ids go in, ids and
+numbers come out.
 """
 
 import asyncio
 import dataclasses
+import queue
+import threading
+import time
 from collections.abc import Callable, Hashable
+from concurrent.futures import Future, wait
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
+
+# The thread may die with a call still in its inbox: look now and then.
+_LIVENESS_SECS = 0.25
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +29,7 @@ class Request:
     """One turn to sample.
 
     Attributes:
-      session: The trajectory it continues. The first request of a session brings the
+      session: Name of the trajectory. The first request of a session brings the
         prompt; later ones bring only what is new (the observation), since the engine
         keeps the ids it sampled and their keys and values.
       new_ids: int32[N], N >= 1 for a first request, appended before sampling.
@@ -43,7 +53,7 @@ class Response:
     """The answer to one request.
 
     Attributes:
-      session: As in the request.
+      session: The request's session.
       ids: int32[N], the sampled tokens, a stop token included.
       logprobs: float32[N], log-probabilities at the request's temperature.
       stopped: True where a stop id ended it, False at the token limit.
@@ -62,8 +72,8 @@ class ScoreRequest:
     """Positions of one trajectory to score.
 
     Attributes:
-      session: The trajectory. Later requests of a session continue its tokens.
-      tokens: int32[N], all of them so far.
+      session: Name of the trajectory. Later requests of it continue its tokens.
+      tokens: int32[N], all tokens of the trajectory so far.
       positions: int32[M], M >= 1, ascending, each at or behind the end of the last
         request's tokens (at least 1: nothing predicts position 0) and below N.
     """
@@ -83,7 +93,7 @@ class Scored:
       logprobs: float32[M, K]; of the token itself (K is 1), of the K likeliest ids, or
         of all K ids.
       ids: int32[M, K], the likeliest ids, best first; None in the other two cases.
-      session: As in the request, where an engine answers.
+      session: The request's session, where an engine answers.
     """
 
     logprobs: np.ndarray
@@ -156,3 +166,144 @@ class RemoteEngine(Protocol):
 
         `on_error` is told of what leaves nobody to ask.
         """
+
+
+def connect(
+    engine: Engine | RemoteEngine,
+    loop: asyncio.AbstractEventLoop,
+    on_error: Callable[[BaseException], None],
+) -> Connection:
+    """The connection of a remote engine, or a driver for a passive one."""
+    if hasattr(engine, "connect"):
+        return engine.connect(loop, on_error)
+    return EngineDriver(engine, loop, on_error)
+
+
+class EngineDriver:
+    """Calls every engine method from its own thread.
+
+    `ask`, `sample` and `release` belong to the event loop, `call`, `update` and `close`
+    to any thread but the driver's.
+    """
+
+    def __init__(
+        self,
+        engine: PassiveEngine,
+        loop: asyncio.AbstractEventLoop,
+        on_error: Callable[[BaseException], None],
+        name: str = "engine",
+    ):
+        """Starts a thread of that name.
+
+        `on_error` is told, in it, what the engine died of.
+        """
+        self._engine = engine
+        self._loop = loop
+        self._on_error = on_error
+        self._waiting: dict[Hashable, asyncio.Future[Any]] = {}
+        # What the thread shall do next, as functions; None ends it.
+        self._inbox: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, daemon=True, name=name)
+        self._thread.start()
+
+    async def sample(self, request: Request) -> Response:
+        """As `Connection` says."""
+        return await self.ask(request)
+
+    async def ask(self, request: Any) -> Any:
+        """Waits for the answer to a request. A session has one at a time.
+
+        Raises:
+          ValueError: The engine refused the request.
+        """
+        session = request.session
+        assert session not in self._waiting, f"{session} already waits for an answer"
+        future = self._loop.create_future()
+        self._waiting[session] = future
+        self._inbox.put(partial(self._submit, request))
+        try:
+            return await future
+        finally:
+            # From here on an answer for this session is late and finds nobody.
+            del self._waiting[session]
+
+    def release(self, session: Hashable) -> None:
+        """Ends a session, in order with the requests before and after it."""
+        self._inbox.put(partial(self._engine.release, session))
+
+    def update(self, params: object, policy_version: int, limit_secs: float) -> None:
+        """Gives the engine new parameters, as `call` does."""
+        self.call(partial(self._engine.update, params, policy_version), limit_secs)
+
+    def call(self, function: Callable[[], Any], limit_secs: float) -> Any:
+        """Runs a function in the engine's thread, after all it was told before.
+
+        Raises:
+          RuntimeError: The thread is dead or did not answer in time.
+        """
+        answer: Future = Future()
+        self._inbox.put(partial(_call, function, answer))
+        deadline = time.monotonic() + limit_secs
+        while not wait((answer,), timeout=_LIVENESS_SECS).done:
+            if not self._thread.is_alive():
+                raise RuntimeError("the engine's thread has ended; make a new pool.")
+            if time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"the engine did not return from a call within {limit_secs:g} s; "
+                    "it hangs, or rollout.step_timeout_secs is too short for it."
+                )
+        return answer.result()
+
+    def close(self, timeout_secs: float) -> bool:
+        """Ends the thread after the running engine call; False if that takes longer."""
+        self._inbox.put(None)
+        self._thread.join(timeout_secs)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            while self._do_inbox(block=not self._engine.busy):
+                if self._engine.busy and (responses := self._engine.step()):
+                    self._post([(r.session, r) for r in responses])
+        except BaseException as error:
+            self._on_error(error)
+
+    def _do_inbox(self, block: bool) -> bool:
+        """Does what was asked; returns False where that was to end."""
+        try:
+            while (task := self._inbox.get(block=block)) is not None:
+                task()
+                block = False
+            return False
+        except queue.Empty:
+            return True
+
+    def _submit(self, request: Any) -> None:
+        try:
+            self._engine.submit(request)
+        except ValueError as error:
+            self._post([(request.session, error)])
+
+    def _post(self, answers: list[tuple[Hashable, Any]]) -> None:
+        try:
+            self._loop.call_soon_threadsafe(self._deliver, answers)
+        except RuntimeError:
+            if not self._loop.is_closed():
+                raise
+
+    def _deliver(self, answers: list[tuple[Hashable, Any]]) -> None:
+        for session, answer in answers:
+            future = self._waiting.get(session)
+            if future is None or future.done():
+                continue
+            if isinstance(answer, ValueError):
+                future.set_exception(answer)
+            else:
+                future.set_result(answer)
+
+
+def _call(function: Callable[[], Any], answer: Future) -> None:
+    try:
+        answer.set_result(function())
+    except Exception as error:
+        answer.set_exception(error)

@@ -18,9 +18,9 @@ import numpy as np
 
 from thundersync_jax.chat.byte_level import BYTES
 from thundersync_jax.config import EnvConfig
+from thundersync_jax.config.checks import bounds, positive, require
 from thundersync_jax.config.settings import check_types
 from thundersync_jax.envs.base import Action, Observation, TaskSet
-from thundersync_jax.errors import ConfigError
 
 _ALPHABET = string.ascii_lowercase
 _MARKS = 2  # special tokens around the text of a prompt or an observation
@@ -40,20 +40,14 @@ class LettersOptions:
 
     def __post_init__(self):
         check_types(self, "env.options.")
-        for name, lowest in (("calls", 0), ("observation_tokens", _MARKS)):
-            bounds = getattr(self, name)
-            if len(bounds) != 2 or not lowest <= bounds[0] <= bounds[1]:
-                raise ConfigError(
-                    f"env.options.{name} is {bounds}; expected the fewest (at least "
-                    f"{lowest}) and the most, such as ({lowest}, {lowest + 2})."
-                )
-        lowest = {"prompt_tokens": _SHORTEST_PROMPT, "train_tasks": 1}
-        for name, least in (lowest | {"heldout_tasks": 1}).items():
-            if getattr(self, name) < least:
-                raise ConfigError(
-                    f"env.options.{name} is {getattr(self, name)}; expected at least "
-                    f"{least}."
-                )
+        bounds(self, "env.options.", {"calls": 0, "observation_tokens": _MARKS})
+        positive(self, "env.options.", ["train_tasks", "heldout_tasks"])
+        require(
+            self.prompt_tokens >= _SHORTEST_PROMPT,
+            f"env.options.prompt_tokens is {self.prompt_tokens}",
+            f"at least {_SHORTEST_PROMPT}",
+            "Raise it.",
+        )
 
 
 class LettersEnvironment:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from thundersync_jax.config import EnvConfig
-from thundersync_jax.config.checks import installed
+from thundersync_jax.config.checks import bounds, installed
 from thundersync_jax.config.settings import check_types
 from thundersync_jax.envs import calculator
 from thundersync_jax.envs.base import Action, Observation, TaskSet
@@ -64,13 +64,7 @@ class ReasoningOptions:
                 f"env.options.tasks is {self.tasks}; expected different names among "
                 f"{', '.join(TASKS)}."
             )
-        for name, lowest in (("terms", 2), ("digits", 1)):
-            bounds = getattr(self, name)
-            if len(bounds) != 2 or not lowest <= bounds[0] <= bounds[1]:
-                raise ConfigError(
-                    f"env.options.{name} is {bounds}; expected the fewest (at least "
-                    f"{lowest}) and the most, such as ({lowest}, {lowest + 2})."
-                )
+        bounds(self, "env.options.", {"terms": 2, "digits": 1})
         if self.terms[1] * (self.digits[1] + 1) > calculator.MAX_DIGITS:
             raise ConfigError(
                 f"env.options.terms {self.terms} and digits {self.digits} exceed the "

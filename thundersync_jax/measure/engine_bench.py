@@ -14,8 +14,13 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from thundersync_jax.engines.base import Connection, Engine, RemoteEngine, Request
-from thundersync_jax.engines.driver import EngineDriver
+from thundersync_jax.engines.base import (
+    Connection,
+    Engine,
+    EngineDriver,
+    RemoteEngine,
+    Request,
+)
 from thundersync_jax.view import tables
 
 CLOSE_SECS = 10.0

@@ -23,8 +23,7 @@ from typing import Any
 from thundersync_jax.chat.base import Chat
 from thundersync_jax.chat.byte_level import ByteLevel
 from thundersync_jax.config import RolloutConfig
-from thundersync_jax.engines.base import Engine, RemoteEngine
-from thundersync_jax.engines.driver import connect
+from thundersync_jax.engines.base import Engine, RemoteEngine, connect
 from thundersync_jax.envs.base import Environment
 from thundersync_jax.rollout.agent import PHASES, WAITING, Agent
 from thundersync_jax.rollout.commands import (

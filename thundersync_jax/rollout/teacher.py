@@ -13,8 +13,12 @@ from typing import Protocol
 
 import numpy as np
 
-from thundersync_jax.engines.base import PassiveEngine, Scored, ScoreRequest
-from thundersync_jax.engines.driver import EngineDriver
+from thundersync_jax.engines.base import (
+    EngineDriver,
+    PassiveEngine,
+    Scored,
+    ScoreRequest,
+)
 from thundersync_jax.errors import ConfigError, one_line
 from thundersync_jax.rollout.commands import Stopped
 from thundersync_jax.rollout.events import Turn
