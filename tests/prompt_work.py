@@ -20,6 +20,7 @@ import numpy as np
 from thundersync_jax import GradientStream
 from thundersync_jax.config import LossConfig, ModelConfig
 from thundersync_jax.models import transformer
+from thundersync_jax.models.transformer import Transformer
 from thundersync_jax.run import objective, samples
 from thundersync_jax.types import StopReason, TeacherScores, Trajectory, TrajectoryKey
 
@@ -56,8 +57,8 @@ def trajectory(group: int, member: int, prompt: int) -> Trajectory:
 
 def ways(loss: LossConfig, prompt: int):
     """(surrogate, the prompt of a trajectory, what follows) unshared and shared."""
-    whole = objective.policy_surrogate(MODEL, 1.0, loss)
-    pieces = objective.policy_segments(MODEL, 1.0, loss, 2 * prompt)
+    whole = objective.policy_surrogate(Transformer(MODEL), 1.0, loss)
+    pieces = objective.policy_segments(Transformer(MODEL), 1.0, loss, 2 * prompt)
 
     def part(start, end=None):
         lengths = (prompt,)

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from turns_of_models import MODEL, VOCAB, difference, init
 
-from thundersync_jax.models import continuation
+from thundersync_jax.models import base
+from thundersync_jax.models.transformer import Transformer
 from thundersync_jax.ops.logprobs import target_logprobs
 from thundersync_jax.stream import segments
 from thundersync_jax.stream.segments import Segments, State
@@ -19,6 +20,7 @@ pytestmark = pytest.mark.usefixtures("quick_programs")
 EXACT = 1e-12  # rounding of float64 sums of some hundred terms
 # The head is no transposed embedding: what a token's own row gets, it gets as input.
 UNTIED = dataclasses.replace(MODEL, tied_embeddings=False)
+POLICY = Transformer(UNTIED)
 SLOTS, PIECE = 14, 6
 
 
@@ -38,16 +40,14 @@ def function(logits, operands):
 
 
 def empty(slots=SLOTS):
-    return State(*continuation.empty(UNTIED, slots))
+    return State(*POLICY.empty(slots))
 
 
 @jax.jit
 def piece(params, state, sample):
     given = sample["tokens"], sample["start"], sample["length"]
     operands = {"tokens": sample["tokens"]}
-    found, *left = continuation.piece(
-        UNTIED, params, *state, *given, operands, function
-    )
+    found, *left = base.piece(POLICY, params, state, *given, operands, function)
     return found, State(*left)
 
 
@@ -56,7 +56,7 @@ def additive(params, state, sample):
     return Surrogate(None, jnp.sum(sample["weights"] * found)), own
 
 
-PIECES = Segments(additive, empty, SLOTS, continuation.TOKEN_AXIS)
+PIECES = Segments(additive, empty, SLOTS, POLICY.token_axis)
 
 
 def sample(tokens, start, filler=0, length=None):
@@ -99,7 +99,7 @@ def first(params):
 @functools.cache
 def whole_gradient():
     def loss(params, tokens, weights):
-        found = continuation.whole(UNTIED, params, tokens, {"tokens": tokens}, function)
+        found = base.whole(POLICY, params, tokens, {"tokens": tokens}, function)
         return jnp.sum(weights * found), found
 
     return jax.jit(jax.grad(loss, has_aux=True))

@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny_models
 
 from thundersync_jax.config import ModelConfig
 from thundersync_jax.engines import generation, in_process
-from thundersync_jax.engines import group as decode_group
 from thundersync_jax.engines.base import Request
 from thundersync_jax.models import transformer
+from thundersync_jax.models.transformer import Transformer
 from thundersync_jax.ops.logprobs import draw
 
 # Two float32 programs of one function.
@@ -26,9 +27,10 @@ CONFIG = ModelConfig(
     head_dim=8,
     qk_norm=True,
 )
+MODEL = Transformer(CONFIG)
 PARAMS = transformer.init(CONFIG, jax.random.key(0))
 CONTEXT, BUCKETS = 48, (4, 8)
-surrogate_logprobs = jax.jit(transformer.surrogate_logprobs, static_argnums=0)
+surrogate_logprobs = jax.jit(tiny_models.logprobs, static_argnums=0)
 
 
 def make_engine(params=PARAMS, slots=5, **changes):
@@ -37,7 +39,7 @@ def make_engine(params=PARAMS, slots=5, **changes):
         "steps_per_call": 4,
         "prefill_buckets": BUCKETS,
     }
-    return in_process.InProcessEngine(CONFIG, params, slots, **(settings | changes))
+    return in_process.InProcessEngine(MODEL, params, slots, **(settings | changes))
 
 
 def make_group(slots):
@@ -46,7 +48,7 @@ def make_group(slots):
         "steps_per_call": 4,
         "prefill_buckets": BUCKETS,
     }
-    return decode_group.make(jax.devices()[2:4], CONFIG, PARAMS, slots, **settings)
+    return in_process.make(jax.devices()[2:4], MODEL, PARAMS, slots, **settings)
 
 
 def prompt(name, tokens=6):
@@ -385,7 +387,7 @@ def decode_once(turns, slots=20, steps=6):
     rng = np.random.default_rng(0)
     shape = slots, CONFIG.kv_heads, CONTEXT, CONFIG.head_dim
     before = tuple(
-        generation.LayerCache(*rng.normal(size=(2, *shape)).astype(np.float32))
+        transformer.LayerCache(*rng.normal(size=(2, *shape)).astype(np.float32))
         for _ in range(CONFIG.layers)
     )
     rows = generation.Rows(
@@ -396,9 +398,9 @@ def decode_once(turns, slots=20, steps=6):
         stop_ids=np.full((slots, generation.STOP_IDS), -1, np.int32),
         seed=np.zeros((slots, 1 + 2 * generation.SEED_INTEGERS), np.uint32),
     )
-    params = generation.unstack(CONFIG, PARAMS)
+    params = generation.decode_params(MODEL, PARAMS)
     cache = jax.tree.map(lambda x: jnp.array(x, copy=True), before)
-    call = generation.decode(CONFIG, steps, 8, params, cache, rows)
+    call = generation.decode(MODEL, steps, 8, params, cache, rows)
     return before, rows.length, *call
 
 

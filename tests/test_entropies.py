@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny_models
 
 from thundersync_jax.config import ModelConfig
-from thundersync_jax.models import transformer
+from thundersync_jax.models import base, transformer
 from thundersync_jax.ops import logprobs
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
@@ -108,6 +109,14 @@ def test_gradients_equal_finite_differences():
         np.testing.assert_allclose(gradient[index], slope, rtol=1e-6, atol=DIFFERENCES)
 
 
+def logprobs_and_entropies(config, params, tokens, temperature):
+    def function(logits, targets):
+        return logprobs.logprobs_and_entropies(logits, targets, temperature)
+
+    model = transformer.Transformer(config)
+    return base.whole(model, params, tokens, tokens, function)
+
+
 def random_params(seed=0):
     return transformer.init(SMALL, jax.random.key(seed))
 
@@ -116,7 +125,7 @@ def test_the_model_speaks_of_the_distribution_each_token_was_drawn_from():
     """Against the whole table of logits; entry 0, which nothing predicts, is 0."""
     params = random_params()
     tokens = np.random.default_rng(1).integers(37, size=12, dtype=np.int32)
-    function = jax.jit(transformer.surrogate_logprobs_and_entropies, static_argnums=0)
+    function = jax.jit(logprobs_and_entropies, static_argnums=0)
     found, entropies = function(SMALL, params, tokens, 0.7)
     hidden, _ = transformer.segment(SMALL, params, tokens)
     logits = transformer.logits(SMALL, transformer.head_weights(params), hidden)
@@ -124,7 +133,7 @@ def test_the_model_speaks_of_the_distribution_each_token_was_drawn_from():
     np.testing.assert_allclose(found[1:], expected[0], rtol=FLOAT32, atol=FLOAT32)
     np.testing.assert_allclose(entropies[1:], expected[1], rtol=FLOAT32, atol=FLOAT32)
     assert found[0] == entropies[0] == 0
-    alone = transformer.surrogate_logprobs(SMALL, params, tokens, 0.7)
+    alone = tiny_models.logprobs(SMALL, params, tokens, 0.7)
     np.testing.assert_allclose(found, alone, rtol=FLOAT32, atol=FLOAT32)
 
 
@@ -136,9 +145,7 @@ def test_chunks_do_not_change_entropies_or_their_gradients():
         config = dataclasses.replace(SMALL, logprob_chunk_tokens=chunk)
 
         def loss(params):
-            pair = transformer.surrogate_logprobs_and_entropies(
-                config, params, tokens, 0.7
-            )
+            pair = logprobs_and_entropies(config, params, tokens, 0.7)
             return jnp.sum(pair[0] * jnp.arange(13)) + jnp.sum(pair[1] ** 2)
 
         return jax.jit(jax.value_and_grad(loss))(params)

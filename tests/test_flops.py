@@ -12,6 +12,7 @@ import pytest
 
 from thundersync_jax.config import LossConfig, ModelConfig
 from thundersync_jax.models import layers, transformer
+from thundersync_jax.models.transformer import Transformer
 from thundersync_jax.run import objective
 from thundersync_jax.stream import mesh, surrogate
 from thundersync_jax.stream.mesh import Replica
@@ -34,7 +35,9 @@ TOKENS = 256
 DEVICES = 8
 OVERHEAD = 1.3  # what is not divided: norms, the gathered embedding
 REDUCTION = 1e-5  # float32 sums in another order
-POLICY = objective.policy_surrogate(MODEL, temperature=0.7, loss=LossConfig())
+POLICY = objective.policy_surrogate(
+    Transformer(MODEL), temperature=0.7, loss=LossConfig()
+)
 
 
 def parameters(fsdp, tensor):

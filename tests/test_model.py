@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny_models
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from thundersync_jax.config import ModelConfig
@@ -38,7 +39,15 @@ VARIANTS = {
 }
 
 
-surrogate_logprobs = jax.jit(transformer.surrogate_logprobs, static_argnums=0)
+surrogate_logprobs = jax.jit(tiny_models.logprobs, static_argnums=0)
+
+
+def token_logprobs(config, params, hidden, targets, temperature):
+    project = transformer.projection(config, params)
+    chunk = config.logprob_chunk_tokens
+    return logprobs.chunked_target_logprobs(
+        hidden, targets, project, temperature, chunk
+    )
 
 
 def random_params(config, seed=0):
@@ -133,7 +142,7 @@ def test_float64_is_float64_throughout():
         expected = reference_logprobs(config, params, tokens, 0.7)
         np.testing.assert_allclose(got, expected, rtol=FLOAT64, atol=FLOAT64)
     with pytest.raises(ValueError, match="32 bits"):
-        transformer.surrogate_logprobs(config, params, tokens, 0.7)
+        tiny_models.logprobs(config, params, tokens, 0.7)
 
 
 def test_bfloat16_computes_in_bfloat16_and_returns_float32():
@@ -208,7 +217,7 @@ def test_gradient_equals_finite_differences():
         weights = losses.token_weights(np.arange(9) > 3, "token_mean")
 
         def loss(params):
-            got = transformer.surrogate_logprobs(config, params, tokens, 0.7)
+            got = tiny_models.logprobs(config, params, tokens, 0.7)
             return losses.policy_gradient(got, weights)
 
         direction = random_params(config, seed=5)
@@ -230,7 +239,7 @@ def test_chunks_do_not_change_logprobs_or_gradients():
 
     def loss(params, hidden, chunk):
         config = dataclasses.replace(SMALL, logprob_chunk_tokens=chunk)
-        got = transformer.token_logprobs(config, params, hidden, targets, 0.7)
+        got = token_logprobs(config, params, hidden, targets, 0.7)
         return jnp.sum(got * jnp.arange(13)), got
 
     gradient = jax.jit(jax.grad(loss, (0, 1), has_aux=True), static_argnums=2)
@@ -249,7 +258,7 @@ def test_logits_never_exist_for_all_tokens():
     def scratch_bytes(tokens, differentiate):
         def head(params, hidden, targets):
             args = config, params, hidden, targets, 1.0
-            return jnp.sum(transformer.token_logprobs(*args))
+            return jnp.sum(token_logprobs(*args))
 
         function = jax.grad(head, argnums=(0, 1)) if differentiate else head
         shapes = (
@@ -330,7 +339,7 @@ def surrogate_gradient(config, fsdp, tensor):
     tokens = random_tokens(config, 256)
 
     def loss(params, tokens):
-        got = transformer.surrogate_logprobs(config, params, tokens, 0.7)
+        got = tiny_models.logprobs(config, params, tokens, 0.7)
         return losses.policy_gradient(got, jnp.ones_like(got))
 
     with jax.set_mesh(mesh):

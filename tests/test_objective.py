@@ -11,6 +11,7 @@ import pytest
 from thundersync_jax.config import LossConfig, ModelConfig
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.models import transformer
+from thundersync_jax.models.transformer import Transformer
 from thundersync_jax.run import objective, policy_term, samples
 from thundersync_jax.stream.surrogate import Max
 from thundersync_jax.types import StopReason, TeacherScores, Trajectory, TrajectoryKey
@@ -88,7 +89,9 @@ def evaluated(loss, one=None):
 @functools.cache  # what else a loss says comes with the sample
 def compiled(loss):
     term = policy_term.load(loss)
-    function = objective.policy_surrogate(MODEL, TEMPERATURE, loss, term=term)
+    function = objective.policy_surrogate(
+        Transformer(MODEL), TEMPERATURE, loss, term=term
+    )
 
     @jax.jit
     def both(policy, reference, sample):

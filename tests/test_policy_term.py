@@ -19,6 +19,7 @@ from test_objective import (
 
 from thundersync_jax.config import LossConfig
 from thundersync_jax.errors import ConfigError
+from thundersync_jax.models.transformer import Transformer
 from thundersync_jax.run import objective, policy_term, samples
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
@@ -29,7 +30,9 @@ WEIGHTS = np.where(MASK, 1 / MASK.sum(), 0)
 def gradients(loss, one):
     """{part: gradient} of a surrogate of a model, and its metrics."""
     term = policy_term.load(loss)
-    surrogate = objective.policy_surrogate(MODEL, TEMPERATURE, loss, term=term)
+    surrogate = objective.policy_surrogate(
+        Transformer(MODEL), TEMPERATURE, loss, term=term
+    )
     sample = samples.sample(one, loss, (12,)).tree
     frozen = (params(1),) if objective.with_reference(loss, term) else ()
 

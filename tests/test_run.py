@@ -11,6 +11,7 @@ import pytest
 from thundersync_jax import train
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.metrics.writer import read
+from thundersync_jax.models import base
 from thundersync_jax.run import objective, placement
 from thundersync_jax.run.compiling import compile_all
 from thundersync_jax.run.run import Run
@@ -125,14 +126,17 @@ def test_start_up_line_says_what_the_sums_take(settings, said):
     settings = {"release": "trajectory", "partial_groups": "drop"} | settings
     config = echo_task.small(**settings)
     estimator, additive = objective.estimator(config.loss), config.loss.has_additive
-    found = placement.plan(config, estimator, PARAMS, additive)
+    found = placement.plan(
+        config, base.build(config.model), estimator, PARAMS, additive
+    )
     assert re.fullmatch(said, found.description)
 
 
 def test_exact_sums_of_one_group_that_do_not_fit_are_refused():
     config = echo_task.small(accumulator="exact", group_sum_bytes=5 * 2**20)
     with pytest.raises(ConfigError, match="group_sum_bytes .* take 6,291,968 bytes"):
-        placement.plan(config, objective.estimator(config.loss), PARAMS, False)
+        model, estimator = base.build(config.model), objective.estimator(config.loss)
+        placement.plan(config, model, estimator, PARAMS, False)
 
 
 def test_tasks_of_further_groups_follow_from_seed_step_and_number(tmp_path):

@@ -6,12 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny_models
 
 from thundersync_jax.config import ModelConfig
 from thundersync_jax.engines import scoring
 from thundersync_jax.engines.base import ScoreRequest
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.models import transformer
+from thundersync_jax.models.transformer import Transformer
 
 # Two float32 programs of one function.
 FLOAT32 = 1e-5
@@ -29,7 +31,7 @@ CONFIG = ModelConfig(
 )
 PARAMS = transformer.init(CONFIG, jax.random.key(0))
 CONTEXT, BUCKETS = 64, (4, 8)
-surrogate_logprobs = jax.jit(transformer.surrogate_logprobs, static_argnums=0)
+surrogate_logprobs = jax.jit(tiny_models.logprobs, static_argnums=0)
 segment = jax.jit(transformer.segment, static_argnums=0)
 
 
@@ -43,7 +45,7 @@ def make_engine(config=CONFIG, params=PARAMS, **changes):
         "context_tokens": CONTEXT,
         "buckets": BUCKETS,
     }
-    return scoring.ScoringEngine(config, params, **(settings | changes))
+    return scoring.ScoringEngine(Transformer(config), params, **(settings | changes))
 
 
 def tokens_of(name, length=40, vocab_size=50):

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny_models
 from jax.sharding import NamedSharding, PartitionSpec
 
 from thundersync_jax import flags, train
@@ -70,7 +71,7 @@ def program(config):
     tokens = jax.ShapeDtypeStruct((12,), jnp.int32)
 
     def logprobs(params, tokens):
-        return transformer.surrogate_logprobs(config, params, tokens, 1.0)
+        return tiny_models.logprobs(config, params, tokens, 1.0)
 
     computed = jax.make_jaxpr(logprobs)(params, tokens)
     return f"{computed}\n{computed.consts}"

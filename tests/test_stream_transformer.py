@@ -17,6 +17,7 @@ import stories
 from thundersync_jax import GradientStream, advantages
 from thundersync_jax.config import LossConfig, ModelConfig
 from thundersync_jax.models import layers, transformer
+from thundersync_jax.models.transformer import Transformer
 from thundersync_jax.run import objective, samples
 from thundersync_jax.stream import mesh
 from thundersync_jax.stream.mesh import IN_FLIGHT, Replica
@@ -39,7 +40,7 @@ KL, ENTROPY, CAP = 0.1, 0.05, 1.2
 POLICY = LossConfig()
 FULL = LossConfig(kl_coef=KL, entropy_coef=ENTROPY, importance_cap=CAP)
 SURROGATES = {
-    loss: objective.policy_surrogate(MODEL, TEMPERATURE, loss)
+    loss: objective.policy_surrogate(Transformer(MODEL), TEMPERATURE, loss)
     for loss in (POLICY, FULL)
 }
 ESTIMATORS = {

@@ -10,6 +10,7 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
+import tiny_models
 from rollout_fakes import (
     ANSWER,
     CALL,
@@ -35,6 +36,7 @@ from thundersync_jax.chat import byte_level
 from thundersync_jax.config import ModelConfig
 from thundersync_jax.engines import scoring
 from thundersync_jax.models import transformer
+from thundersync_jax.models.transformer import Transformer
 from thundersync_jax.rollout.events import Completed, Failed, Job, Rewarded, Turn
 from thundersync_jax.rollout.pool import RolloutPool
 from thundersync_jax.rollout.teacher import LocalTeacher
@@ -349,7 +351,7 @@ def model(**changes):
         "context_tokens": 64,
         "buckets": (64,),
     }
-    return scoring.ScoringEngine(CONFIG, PARAMS, **(settings | changes))
+    return scoring.ScoringEngine(Transformer(CONFIG), PARAMS, **(settings | changes))
 
 
 @pytest.mark.parametrize(
@@ -381,7 +383,7 @@ def test_a_model_scores_what_agents_say():
         engine=FakeEngine(policy), make_teacher=partial(LocalTeacher, engine)
     ) as pool:
         events = roll(pool, 6)
-    surrogate_logprobs = jax.jit(transformer.surrogate_logprobs, static_argnums=0)
+    surrogate_logprobs = jax.jit(tiny_models.logprobs, static_argnums=0)
     tokens = 0
     for event in of_kind(events, Completed):
         trajectory = event.trajectory

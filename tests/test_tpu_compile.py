@@ -24,6 +24,7 @@ from thundersync_jax.engines import generation
 from thundersync_jax.engines.base import Request
 from thundersync_jax.engines.in_process import InProcessEngine
 from thundersync_jax.models import layers, transformer
+from thundersync_jax.models.transformer import Transformer
 from thundersync_jax.ops import exact_sum
 from thundersync_jax.run import objective, state
 from thundersync_jax.stream import accumulator, mesh, surrogate
@@ -114,7 +115,9 @@ def bytes_of(tree):
 def test_gradient_of_a_trajectory(devices, dtype, fsdp, tensor):
     view, own = replica_view(parameters(devices, fsdp, tensor))
     model = dataclasses.replace(MODEL, dtype=dtype)
-    policy = objective.policy_surrogate(model, temperature=0.7, loss=LossConfig())
+    policy = objective.policy_surrogate(
+        Transformer(model), temperature=0.7, loss=LossConfig()
+    )
     dtypes = {"tokens": np.int32, "weights": np.float32, "mask": bool}
     dtypes["logprobs"] = np.float32
     whole = NamedSharding(own, PartitionSpec())
@@ -217,7 +220,7 @@ def test_programs_of_the_sampler(devices, monkeypatch):
         monkeypatch.setattr(generation, name, recorder)
     model = dataclasses.replace(MODEL, layers=1)
     engine = InProcessEngine(
-        model,
+        Transformer(model),
         transformer.init(model, jax.random.key(0)),
         slots=4,
         context_tokens=TOKENS + 64,

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny_models
 
 from thundersync_jax import train
 from thundersync_jax.chat import byte_level
@@ -20,7 +21,6 @@ from thundersync_jax.engines.in_process import InProcessEngine
 from thundersync_jax.errors import ConfigError, StreamError
 from thundersync_jax.metrics.records import read_rollouts, rollouts_path
 from thundersync_jax.metrics.writer import METRICS, read
-from thundersync_jax.models import transformer
 from thundersync_jax.ops import advantages
 from thundersync_jax.run import run, state
 from thundersync_jax.run.checkpoint import Checkpoints, sha256
@@ -79,7 +79,7 @@ def trainer_logprobs(config, params, trajectories, temperature):
         sampled[row, : len(t.ids)] = t.loss_mask
 
     def one(params, ids):
-        return transformer.surrogate_logprobs(config.model, params, ids, temperature)
+        return tiny_models.logprobs(config.model, params, ids, temperature)
 
     return jax.jit(jax.vmap(one, (None, 0)))(params, ids), sampled
 

@@ -13,6 +13,7 @@ import urllib.request
 import jax
 import numpy as np
 import pytest
+import tiny_models
 from rollout_fakes import (
     PATIENCE_SECS,
     drain,
@@ -64,7 +65,7 @@ def params_of(seed):
 
 
 learner_logprobs = jax.jit(
-    lambda params, ids, temperature: transformer.surrogate_logprobs(
+    lambda params, ids, temperature: tiny_models.logprobs(
         MODEL, params, ids, temperature
     )
 )

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from thundersync_jax.config.model import ModelConfig
-from thundersync_jax.models import layers, transformer
+from thundersync_jax.models import base, layers, transformer
 from thundersync_jax.stream.mesh import make_mesh, parameter_shardings
 
 QWEN3 = ModelConfig(
@@ -23,6 +23,12 @@ QWEN3 = ModelConfig(
 QWEN2 = dataclasses.replace(QWEN3, qk_norm=False, attention_bias=True)
 LLAMA = dataclasses.replace(QWEN3, qk_norm=False, tied_embeddings=False, kv_heads=4)
 MODELS = {"qwen3": QWEN3, "qwen2": QWEN2, "llama": LLAMA}
+
+
+def logprobs(config, params, tokens, temperature):
+    """`base.logprobs` of the decoder of a config."""
+    model = transformer.Transformer(config)
+    return base.logprobs(model, params, tokens, temperature)
 
 
 def shapes(config):

@@ -8,6 +8,7 @@ import numpy as np
 
 from thundersync_jax.config import LossConfig, ModelConfig
 from thundersync_jax.models import transformer
+from thundersync_jax.models.transformer import Transformer
 from thundersync_jax.run import objective, samples
 from thundersync_jax.stream.gradient_stream import GradientStream
 from thundersync_jax.stream.turn_stream import TurnStream
@@ -87,12 +88,12 @@ def turns_of(group, member, shared, shapes=SHAPES):
 
 @functools.cache
 def surrogate_of(loss, model=MODEL):
-    return objective.policy_surrogate(model, TEMPERATURE, loss)
+    return objective.policy_surrogate(Transformer(model), TEMPERATURE, loss)
 
 
 @functools.cache
 def segments_of(loss, model=MODEL):
-    return objective.policy_segments(model, TEMPERATURE, loss, SLOTS)
+    return objective.policy_segments(Transformer(model), TEMPERATURE, loss, SLOTS)
 
 
 def prompt_of(group, trajectories, loss):

@@ -32,7 +32,7 @@ import jax
 import jax.numpy as jnp
 
 from thundersync_jax.config import Config, VLLMConfig
-from thundersync_jax.engines import group
+from thundersync_jax.engines import in_process
 from thundersync_jax.engines.base import Engine, RemoteEngine
 from thundersync_jax.engines.vllm.engine import VLLMEngine
 from thundersync_jax.engines.vllm.publish import Publisher
@@ -43,6 +43,7 @@ from thundersync_jax.measure import bench_report, engine_bench, live
 from thundersync_jax.measure.live import Live, PeakBytes
 from thundersync_jax.measure.steps import IdleWork
 from thundersync_jax.metrics.progress import Progress
+from thundersync_jax.models import base as models
 from thundersync_jax.run import placement as devices
 from thundersync_jax.run import placement as parameters
 from thundersync_jax.run import state
@@ -128,12 +129,13 @@ def _bench_engines(config: Config, repeats: int) -> dict[str, Any]:
     local = dataclasses.replace(config, vllm=VLLMConfig())
     devices.prepare(local)
     placement = devices.place(local)
-    params = parameters.initializer(config, placement.mesh)()
+    policy = models.build(model)
+    params = parameters.initializer(config, policy, placement.mesh)()
     context_tokens = rollout.context_tokens
     compared: dict[str, Engine | RemoteEngine] = {
-        "in process": group.make(
+        "in process": in_process.make(
             placement.samplers,
-            model,
+            policy,
             params,
             slots=max(_REQUESTS),
             context_tokens=context_tokens,

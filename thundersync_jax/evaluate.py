@@ -13,6 +13,7 @@ from thundersync_jax.config import Config
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.flags import Flag
 from thundersync_jax.flags import run as run_command
+from thundersync_jax.models.base import ModelFactory
 from thundersync_jax.run.heldout import heldout, newest_policy
 from thundersync_jax.run.run import Factory, Run
 from thundersync_jax.view.display import Display
@@ -25,6 +26,7 @@ def evaluate(
     samples: int = 4,
     questions: int | None = None,
     environment: Factory | None = None,
+    model: ModelFactory | None = None,
 ) -> dict[str, Any]:
     """Evaluates the newest policy of a work directory: a checkpoint, or the warm start.
 
@@ -37,6 +39,7 @@ def evaluate(
       samples: Answers per question.
       questions: Held-out questions; None takes `evaluation.questions`.
       environment: Makes the task set, in place of `config.env.factory`.
+      model: Makes the policy, in place of `config.model.factory`.
 
     Returns:
       The JSON object of `--json`.
@@ -47,7 +50,7 @@ def evaluate(
     if questions is None:
         questions = config.evaluation.questions
     display = Display()
-    with Run(config, workdir, environment, display.line) as run:
+    with Run(config, workdir, environment, display.line, model=model) as run:
         if not (1 <= questions <= len(run.tasks.heldout) and samples >= 1):
             raise ConfigError(
                 f"--questions is {questions} and --samples {samples}; expected 1 to "

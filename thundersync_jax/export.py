@@ -22,6 +22,7 @@ from thundersync_jax.errors import ConfigError
 from thundersync_jax.flags import Flag
 from thundersync_jax.flags import run as run_command
 from thundersync_jax.hf import weights
+from thundersync_jax.models.transformer import Transformer
 from thundersync_jax.run import placement, state
 
 
@@ -58,6 +59,12 @@ def export(
             f"directory to write and one of {', '.join(weights.STORED_DTYPES)}."
         )
     model = config.model
+    if model.factory is not None:
+        raise ConfigError(
+            f"model.factory is {model.factory!r}; expected none: a Hugging Face folder "
+            "holds the decoder alone. Save the parameters of another model yourself, "
+            "from the checkpoint."
+        )
     source = config.model.path
     if source is not None and _place(folder) == _place(source):
         raise ConfigError(
@@ -70,7 +77,8 @@ def export(
             "the parameters that a run begins with."
         )
     placement.prepare(config)
-    params = placement.initializer(config, placement.place(config).mesh)()
+    devices = placement.place(config).mesh
+    params = placement.initializer(config, Transformer(model), devices)()
     step = 0
     if not initial:
         like = state.init(state.make_optimizer(config.optim), params)

@@ -27,6 +27,7 @@ from thundersync_jax.metrics.progress import RunProgress
 from thundersync_jax.metrics.records import write_rollouts
 from thundersync_jax.metrics.timing import step_timing, write_chrome_trace
 from thundersync_jax.metrics.writer import Metrics, Sink, read
+from thundersync_jax.models.base import ModelFactory
 from thundersync_jax.ops.advantages import Estimator
 from thundersync_jax.run import policy_term, state
 from thundersync_jax.run.checkpoint import Checkpoints, sha256
@@ -48,6 +49,7 @@ def train(
     environment: Factory | None = None,
     surrogate: policy_term.Factory | None = None,
     estimator: Estimator | Callable[..., Estimator] | None = None,
+    model: ModelFactory | None = None,
     sinks: Sequence[Sink] = (),
 ) -> dict[str, Any]:
     """Runs a config to its end in a work directory, from wherever it was.
@@ -59,6 +61,7 @@ def train(
       surrogate: Makes the policy term of the loss, in place of `loss.surrogate`.
       estimator: The advantage, or a function of the `LossConfig` that returns it, in
         place of `loss.advantage`.
+      model: Makes the policy, in place of `config.model.factory`.
       sinks: Loggers beside metrics.jsonl, called as sink(step, scalars).
 
     Returns:
@@ -80,6 +83,7 @@ def train(
             owner=True,
             surrogate=surrogate,
             estimator=estimator,
+            model=model,
         ) as run,
         Checkpoints(workdir / "warm_start", keep=2) as warm_checkpoints,
         Checkpoints(workdir / "checkpoints", config.checkpoint.keep) as checkpoints,

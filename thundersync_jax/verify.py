@@ -30,6 +30,7 @@ from thundersync_jax.flags import Flag
 from thundersync_jax.flags import run as run_command
 from thundersync_jax.measure import free_runs, replay
 from thundersync_jax.measure.free_runs import FreeRun
+from thundersync_jax.models.base import ModelFactory
 from thundersync_jax.run import state
 from thundersync_jax.run.checkpoint import Checkpoints, sha256
 from thundersync_jax.run.run import Factory, Run
@@ -73,6 +74,7 @@ def verify(
     orders: int = 0,
     steps: int = 3,
     environment: Factory | None = None,
+    model: ModelFactory | None = None,
 ) -> dict[str, Any]:
     """Compares variants with batch release.
 
@@ -84,6 +86,7 @@ def verify(
       orders: Number of random orders of arrival to compare besides.
       steps: Number of steps to compare.
       environment: Makes the task set, in place of `config.env.factory`.
+      model: Makes the policy, in place of `config.model.factory`.
 
     Returns:
       The JSON object of `--json`; docs/exactness.md has its keys, "passed" the
@@ -110,10 +113,13 @@ def verify(
                 orders=orders,
                 steps=steps,
                 environment=environment,
+                model=model,
             )
     display = Display()
     variants = replay.variants(releases, orders)
-    with Run(config, workdir, environment, display.line, owner=True) as run:
+    with Run(
+        config, workdir, environment, display.line, owner=True, model=model
+    ) as run:
         with Checkpoints(Path(workdir) / "warm_start", keep=2) as checkpoints:
             params = warm_start(run, run.initial_params(), checkpoints).params
         start = state.init(run.optimizer, params)

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from thundersync_jax.config import model_folder
+from thundersync_jax.config import dotted, model_folder
 from thundersync_jax.config.checks import positive, require
 from thundersync_jax.config.model_folder import RopeScaling
 from thundersync_jax.config.settings import check_types
@@ -19,13 +19,14 @@ MatmulPrecision = Literal["default", "high", "highest"]
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """A decoder of the Qwen and Llama family.
+    """A decoder of the Qwen and Llama family, or what `factory` makes of the fields.
 
     A `path` decides every field of `SHAPE`, whatever else was given for it: replacing
     the path replaces the shape, and `path=None` keeps the shape alone.
     """
 
     path: str | None = None  # a Hugging Face folder: its shape and its weights
+    factory: str | None = None  # "module:function" for another model, from this config
     vocab_size: int = 264  # rows of the embedding; the byte-level ids need 262
     layers: int = 2  # decoder layers, stacked and scanned
     width: int = 64  # size of the residual stream
@@ -50,6 +51,8 @@ class ModelConfig:
         if isinstance(self.rope, Mapping):  # as config.json of a work directory has it
             object.__setattr__(self, "rope", RopeScaling(**self.rope))
         check_types(self, "model.")
+        if self.factory is not None:
+            dotted.check("model.factory", self.factory)
         sizes = ["vocab_size", "layers", "width", "mlp_width", "heads", "kv_heads"]
         sizes += ["head_dim", "logprob_chunk_tokens", "rope_theta", "norm_eps"]
         positive(self, "model.", sizes)

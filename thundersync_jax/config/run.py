@@ -113,6 +113,8 @@ def _check(config: Config) -> None:
 
     Also where one would have no effect: an accepted setting is a setting that acts.
     """
+    if config.model.factory is not None:
+        check_family(config, f"model.factory is {config.model.factory!r}")
     _check_folders(config)
     _check_samplers(config)
     _check_stream(config)
@@ -123,6 +125,25 @@ def _check(config: Config) -> None:
     _check_exact(config)
     _check_tokens(config)
     _check_sharding(config)
+
+
+def check_family(config: Config, cause: str) -> None:
+    """Raises a ConfigError where a setting needs the decoder and another model is made.
+
+    Args:
+      config: The settings.
+      cause: Who makes the other model, for the message.
+    """
+    for name, value in (
+        ("model.path", config.model.path),
+        ("vllm.servers", config.vllm.servers),
+    ):
+        require(
+            not value,
+            f"{name} is {value!r} and {cause}",
+            "the decoder, the one family that such folders and servers hold",
+            f"Leave {name} out, or train the decoder.",
+        )
 
 
 def _check_folders(config: Config) -> None:
@@ -364,11 +385,14 @@ def _check_tokens(config: Config) -> None:
 
 def _check_sharding(config: Config) -> None:
     mesh, model, rollout = config.mesh, config.model, config.rollout
-    shared = [("mesh.fsdp", mesh.fsdp, "model.width", model.width)]
+    shared = []
+    if model.factory is None:
+        shared += [("mesh.fsdp", mesh.fsdp, "model.width", model.width)]
+        for name in ("heads", "kv_heads", "mlp_width"):
+            size = getattr(model, name)
+            shared += [("mesh.tensor", mesh.tensor, f"model.{name}", size)]
     for bucket in (*rollout.gradient_buckets, *rollout.segment_buckets):
         shared += [("mesh.fsdp", mesh.fsdp, "rollout.gradient_buckets", bucket)]
-    for name in ("heads", "kv_heads", "mlp_width"):
-        shared += [("mesh.tensor", mesh.tensor, f"model.{name}", getattr(model, name))]
     for axis, devices, name, size in shared:
         require(
             size % devices == 0,

@@ -11,21 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from thundersync_jax.models import layers, transformer
 from thundersync_jax.ops.logprobs import draw
 
 STOP_IDS = 8  # per request
 SEED_INTEGERS = 8  # per request
-
-
-class LayerCache(NamedTuple):
-    """Keys and values of one layer. A head's positions lie together, for its dots.
-
-    One array per layer: taking a layer out of a stacked cache would copy it.
-    """
-
-    keys: jax.Array  # [slots, KV, S, H], compute dtype
-    values: jax.Array  # [slots, KV, S, H], compute dtype
 
 
 class Rows(NamedTuple):
@@ -43,27 +32,18 @@ class Rows(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def unstack(config, params):
-    """Parameters in the compute dtype, as the loop over steps reads them.
-
-    The layers' are a list, and `output` has the head axis second, which is the order
-    that einsum sums in: no slices and no transposed copies in every step.
-    """
-    params = transformer.cast(config, params)
-    each = [{} for _ in range(config.layers)]
-    for name, stacked in params["layers"].items():
-        for weights, x in zip(each, stacked, strict=True):
-            weights[name] = jnp.swapaxes(x, 0, 1) if name == "output" else x
-    return params | {"layers": each}
+def decode_params(model, params):
+    """`Model.decode_params`, compiled."""
+    return model.decode_params(params)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def prefill(config, params, cache, ids, place, count):
+def prefill(model, params, cache, ids, place, count):
     """Runs `count` segments, one after the other, and keeps their keys and values.
 
     Args:
-      config: The model; static.
-      params: In the compute dtype.
+      model: The policy; static.
+      params: As `decode_params` returns them.
       cache: Donated.
       ids: int32[slots, bucket]; what follows a segment's end is never attended to.
       place: int32[slots, 2], slot and first position of each segment.
@@ -73,7 +53,7 @@ def prefill(config, params, cache, ids, place, count):
 
     def run(i, cache):
         slot, positions = place[i, :1], place[i, 1:, None] + index[None]
-        own, _ = _forward(config, params, _take(cache, slot), ids[i, None], positions)
+        own, _ = model.decode(params, _take(cache, slot), ids[i, None], positions)
         return _put(cache, slot, positions, own)
 
     return jax.lax.fori_loop(0, count, run, cache)
@@ -94,15 +74,15 @@ def copy(cache, pairs, count):
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
-def decode(config, steps, block_rows, params, cache, rows):
+def decode(model, steps, block_rows, params, cache, rows):
     """Samples up to `steps` tokens in every slot with a turn, a block at a time.
 
     Args:
-      config: The model; static.
+      model: The policy; static.
       steps: Static.
       block_rows: Rows computed together; static. A row's bits depend on this number,
         and on no other row.
-      params: In the compute dtype.
+      params: As `decode_params` returns them.
       cache: Donated.
       rows: One row per slot.
 
@@ -112,7 +92,7 @@ def decode(config, steps, block_rows, params, cache, rows):
     """
     slots = rows.token.shape[0]
     if block_rows == slots:
-        return _sample(config, steps, params, cache, rows)
+        return _sample(model, steps, params, cache, rows)
     active = rows.remaining > 0
     # Turns first. Slots that do not exist fill the last block: read as the last one,
     # written nowhere.
@@ -125,7 +105,7 @@ def decode(config, steps, block_rows, params, cache, rows):
         slot = jax.lax.dynamic_slice_in_dim(order, i * block_rows, block_rows)
         row = Rows(*(jnp.take(x, slot, axis=0, mode="clip") for x in rows))
         row = row._replace(remaining=jnp.where(slot < slots, row.remaining, 0))
-        own, *new = _sample(config, steps, params, _take(cache, slot), row)
+        own, *new = _sample(model, steps, params, _take(cache, slot), row)
         positions = row.length[:, None] + jnp.arange(steps, dtype=jnp.int32)[None]
         sampled = [
             x.at[slot].set(y, mode="drop", unique_indices=True)
@@ -137,15 +117,14 @@ def decode(config, steps, block_rows, params, cache, rows):
     return jax.lax.fori_loop(0, blocks, run, (cache, *sampled))
 
 
-def _sample(config, steps, params, cache, rows):
+def _sample(model, steps, params, cache, rows):
     """`decode` of rows that lie together; ends when no turn is left."""
     uniform_s = uniforms(rows.seed, rows.length + 1, steps)
 
     def step(carry):
         i, cache, token, length, remaining, ids, logprobs = carry
-        cache, x = _forward(config, params, cache, token[:, None], length[:, None])
-        hidden = layers.rms_norm(x, params["final_norm"], config.norm_eps)
-        logits = transformer.logits(config, transformer.head_weights(params), hidden)
+        cache, hidden = model.decode(params, cache, token[:, None], length[:, None])
+        logits = model.decode_logits(params, hidden)
         drawn, logprob = jax.vmap(draw)(logits, uniform_s[i], rows.temperature)
         stopped = jnp.any(drawn[:, None] == rows.stop_ids, axis=1)
         # A row whose turn has ended repeats itself at the position that comes next,
@@ -169,25 +148,6 @@ def _sample(config, steps, params, cache, rows):
     return cache, *sampled
 
 
-def _forward(config, params, cache, ids, positions):
-    """Tokens [R, T] of R slots through the layers: their cache, and x [R * T, D]."""
-    rows = jnp.arange(ids.shape[0])
-    attend = jax.vmap(layers.attention, in_axes=(0, 0, 0, 0, None, None))
-    x = jnp.take(params["embed"], ids.reshape(-1), axis=0)
-    kept = []
-    for weights, old in zip(params["layers"], cache, strict=True):
-        weights = weights | {"output": jnp.swapaxes(weights["output"], 0, 1)}
-        inputs = transformer.attention_inputs(config, weights, x, positions.reshape(-1))
-        query, *new = (y.reshape(*ids.shape, *y.shape[1:]) for y in inputs)
-        keys, values = written = _write(old, rows, positions, new)
-        precision = config.matmul_precision
-        mixed = attend(query, keys, values, positions, None, precision)
-        mixed = mixed.reshape(-1, *mixed.shape[2:])
-        x = transformer.add_layer_outputs(config, weights, x, mixed)
-        kept.append(written)
-    return tuple(kept), x
-
-
 def _take(cache, slot):
     """Copies what slots [R] hold side by side, once per call and not in every step."""
 
@@ -197,27 +157,16 @@ def _take(cache, slot):
     return jax.tree.map(rows, cache)
 
 
-def _put(cache, slot, position, own):
+def _put(cache, slot, positions, own):
     """Writes back what slots [R], side by side in `own`, have at positions [R, T]."""
     rows = jnp.arange(slot.shape[0])[:, None]
-    return tuple(
-        _write(
-            old, slot, position, [x.at[rows, :, position].get(mode="clip") for x in new]
-        )
-        for old, new in zip(cache, own, strict=True)
-    )
 
+    def write(x, y):
+        new = y.at[rows, :, positions].get(mode="clip")
+        at = x.at[slot[:, None], :, positions]
+        return at.set(new, mode="drop", unique_indices=True)
 
-def _write(cache, slot, position, new):
-    """Puts keys and values [R, T, KV, H] at slots [R] and positions [R, T]."""
-    return LayerCache(
-        *(
-            old.at[slot[:, None], :, position].set(
-                part, mode="drop", unique_indices=True
-            )
-            for old, part in zip(cache, new, strict=True)
-        )
-    )
+    return jax.tree.map(write, cache, own)
 
 
 def _fold(key, word):

@@ -10,17 +10,17 @@ come from the request's seed and the position. No thread, no tokenizer, no envir
 import bisect
 import collections
 import dataclasses
+import functools
 from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from thundersync_jax.config import ModelConfig
 from thundersync_jax.engines import generation
 from thundersync_jax.engines.base import Request, Response
 from thundersync_jax.errors import ConfigError
-from thundersync_jax.models import transformer
+from thundersync_jax.models.base import Model, Params
 
 # Rows that a CPU decodes together. Fewer treat rows differently (below 4) or read the
 # weights for too little work; more compute slots without a turn.
@@ -48,8 +48,8 @@ class InProcessEngine:
 
     def __init__(
         self,
-        config: ModelConfig,
-        params: Any,
+        model: Model,
+        params: Params,
         slots: int,
         context_tokens: int,
         steps_per_call: int,
@@ -61,8 +61,8 @@ class InProcessEngine:
         """Places a copy of the parameters and an empty cache.
 
         Args:
-          config: The model.
-          params: As `transformer.init` returns them; copied.
+          model: The policy.
+          params: Its parameters; copied.
           slots: Sessions that are held at a time.
           context_tokens: Longest sequence of a session.
           steps_per_call: Tokens per slot and `step`.
@@ -74,21 +74,16 @@ class InProcessEngine:
         """
         _check(slots, context_tokens, steps_per_call, prefill_buckets)
         self.context_tokens = context_tokens
-        self._config = config
+        self._model = model
         self._steps = steps_per_call
         self._buckets = tuple(prefill_buckets)
         self._place = device_or_sharding or jax.devices()[0]
-        shape = (slots, config.kv_heads, context_tokens, config.head_dim)
-        empty = np.zeros(shape, transformer.compute_dtype(config))
         # No aliases: the cache is donated, and donation must reach each array once.
-        self._cache = tuple(
-            generation.LayerCache(
-                jax.device_put(empty, self._place, may_alias=False),
-                jax.device_put(empty, self._place, may_alias=False),
-            )
-            for _ in range(config.layers)
+        self._cache = jax.tree.map(
+            lambda zeros: jax.device_put(zeros, self._place, may_alias=False),
+            model.decode_cache(slots, context_tokens),
         )
-        (device, *_) = self._cache[0].keys.devices()
+        (device, *_) = jax.tree.leaves(self._cache)[0].devices()
         self._block_rows = CPU_BLOCK_ROWS if device.platform == "cpu" else slots
         self._rows = generation.Rows(
             token=np.zeros(slots, np.int32),
@@ -115,14 +110,14 @@ class InProcessEngine:
 
     def update(
         self,
-        params: Any,
+        params: Params,
         policy_version: int,
         twin: "InProcessEngine | None" = None,
     ) -> None:
         """Takes a copy of new parameters.
 
         Args:
-          params: As `transformer.init` returns them.
+          params: Of the engine's model.
           policy_version: Of `params`.
           twin: An engine of the same model that has taken them. Its copy is used, and
             shared where both engines are on CPU devices.
@@ -138,7 +133,7 @@ class InProcessEngine:
         if twin is None:
             # A copy in every case: the learner donates its arrays at the step boundary.
             params = jax.device_put(params, self._place, may_alias=False)
-            self._params = generation.unstack(self._config, params)
+            self._params = generation.decode_params(self._model, params)
         else:
             self._params = jax.tree.map(self._shared, twin._params)
         self._prompts, self._prompt_of = {}, {}
@@ -199,7 +194,7 @@ class InProcessEngine:
         if not self._decoding:
             return
         self._cache, *self._sampled = generation.decode(
-            self._config,
+            self._model,
             self._steps,
             self._block_rows,
             self._params,
@@ -214,7 +209,7 @@ class InProcessEngine:
 
     def _check_request(self, session: _Session, request: Request) -> None:
         name, new, limit = request.session, len(request.new_ids), request.max_new_tokens
-        vocab = self._config.vocab_size
+        vocab = self._model.vocab_size
         if session.request is not None:
             raise ValueError(
                 f"session {name!r} was given a turn while one is being sampled; wait "
@@ -316,7 +311,7 @@ class InProcessEngine:
                     place[i] = slot, start
                 count = np.int32(len(pieces))
                 self._cache = generation.prefill(
-                    self._config, self._params, self._cache, ids, place, count
+                    self._model, self._params, self._cache, ids, place, count
                 )
             segments = [
                 (s, start + largest, ids[largest:]) for s, start, ids in segments
@@ -352,6 +347,80 @@ class InProcessEngine:
         session.pending = (int(ids[-1]),)
         session.request, session.ids, session.logprobs = None, [], []
         return response
+
+
+class EngineGroup:
+    """Samplers on several devices as one, working at the same time.
+
+    A new session goes where the fewest are. Which of them holds it makes no difference
+    to its ids, since all run the same programs.
+    """
+
+    def __init__(self, engines: Sequence[InProcessEngine]):
+        """Takes engines of one model, with as many slots each."""
+        self.context_tokens = engines[0].context_tokens
+        self._engines = list(engines)
+        self._places: dict[Hashable, int] = {}
+        self._sessions = [0] * len(self._engines)
+
+    @property
+    def policy_version(self) -> int:
+        """Of the parameters."""
+        return self._engines[0].policy_version
+
+    @property
+    def busy(self) -> bool:
+        """Whether `step` has anything to do."""
+        return any(engine.busy for engine in self._engines)
+
+    def update(self, params: Params, policy_version: int) -> None:
+        """Gives every device new parameters. Raises as each engine does."""
+        first, *others = self._engines
+        first.update(params, policy_version)
+        for engine in others:
+            engine.update(params, policy_version, twin=first)
+
+    def submit(self, request: Request) -> None:
+        """Queues a turn where its session is. Raises as each engine does."""
+        place = self._places.get(request.session)
+        if place is None:
+            place = self._sessions.index(min(self._sessions))
+        self._engines[place].submit(request)
+        if request.session not in self._places:
+            self._places[request.session] = place
+            self._sessions[place] += 1
+
+    def release(self, session: Hashable) -> None:
+        """Ends a session, wherever it stands; unknown sessions are ignored."""
+        place = self._places.pop(session, None)
+        if place is not None:
+            self._sessions[place] -= 1
+            self._engines[place].release(session)
+
+    def step(self) -> list[Response]:
+        """A step of every engine: all are dispatched before one is waited for."""
+        for engine in self._engines:
+            engine.dispatch()
+        return [answer for engine in self._engines for answer in engine.collect()]
+
+
+def make(
+    places: Sequence[Any], model: Model, params: Params, slots: int, **settings: Any
+) -> InProcessEngine | EngineGroup:
+    """The sampler of some devices, with so many slots in all.
+
+    Args:
+      places: Devices or shardings, one for each engine.
+      model, params: As for `InProcessEngine`.
+      slots: A multiple of the number of places.
+      **settings: The others of `InProcessEngine`.
+    """
+    engine = functools.partial(
+        InProcessEngine, model, params, slots // len(places), **settings
+    )
+    first = engine(device_or_sharding=places[0])
+    others = [engine(device_or_sharding=place, twin=first) for place in places[1:]]
+    return EngineGroup([first, *others]) if others else first
 
 
 def _seed_words(seed: tuple[int, ...]) -> np.ndarray:

@@ -16,10 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from thundersync_jax.config import ModelConfig
 from thundersync_jax.engines.base import Scored, ScoreRequest
 from thundersync_jax.errors import ConfigError
-from thundersync_jax.models import transformer
+from thundersync_jax.models.base import Model, Params
 from thundersync_jax.ops import distill
 
 Kind = Literal["sampled", "top_k", "full"]
@@ -64,14 +63,14 @@ class Rows(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
-def score(config, readout, params, cache, rows, temperature):
+def score(model, readout, params, cache, rows, temperature):
     """Runs pieces, one after the other; keeps their keys and values, and reads scores.
 
     Args:
-      config: The model; static.
+      model: The teacher; static.
       readout: Static.
-      params: In the compute dtype.
-      cache: `transformer.KeyValues` [L, sessions, S, KV, H]; donated.
+      params: As `Model.cast` returns them.
+      cache: `Kept` of every session, which lie before the axis of the tokens; donated.
       rows: `Rows`.
       temperature: float32[].
 
@@ -80,7 +79,8 @@ def score(config, readout, params, cache, rows, temperature):
       int32[R, bucket, K]. Entries behind those that a row asks for are noise.
     """
     index = jnp.arange(rows.tokens.shape[1], dtype=jnp.int32)
-    place = jnp.arange(cache.keys.shape[2])[:, None, None]
+    axis = model.token_axis
+    every = (slice(None),) * axis  # index of what lies before
 
     def run(i, carry):
         cache, *scores = carry
@@ -88,51 +88,52 @@ def score(config, readout, params, cache, rows, temperature):
 
         def own(x):
             # What another session left is masked where it is read; a NaN would pass.
-            x = jax.lax.dynamic_index_in_dim(x, row.slot, 1, keepdims=False)
-            return jnp.where((place < row.start)[None], x, jnp.zeros_like(x))
+            x = jax.lax.dynamic_index_in_dim(x, row.slot, axis, keepdims=False)
+            place = jax.lax.broadcasted_iota(jnp.int32, x.shape, axis)
+            return jnp.where(place < row.start, x, jnp.zeros_like(x))
 
         past = jax.tree.map(own, cache)
-        hidden, new = transformer.segment(config, params, row.tokens, past, row.start)
+        hidden, new = model.segment(params, row.tokens, past, row.start)
         # Padding lands where the next piece will, or behind the context and nowhere.
         positions = row.start + index
         cache = jax.tree.map(
-            lambda x, y: x.at[:, row.slot, positions].set(
+            lambda x, y: x.at[*every, row.slot, positions].set(
                 y, mode="drop", unique_indices=True
             ),
             cache,
             new,
         )
-        found = _read(config, readout, params, hidden, row, temperature)
-        return cache, *(x.at[i].set(y) for x, y in zip(scores, found, strict=True))
+        told = _read(model, readout, params, hidden, row, temperature)
+        return cache, *(x.at[i].set(y) for x, y in zip(scores, told, strict=True))
 
     scores = readout.empty(*rows.tokens.shape)
     return jax.lax.fori_loop(0, rows.count, run, (cache, *scores))
 
 
-def _read(config, readout, params, hidden, row, temperature):
+def _read(model, readout, params, hidden, row, temperature):
     """Scores [bucket, K] of the successors that a row asks for, a chunk at a time.
 
     Most of a prompt is not asked for, and the vocabulary is most of the work.
     """
     bucket = row.source.shape[0]
-    chunk = min(config.logprob_chunk_tokens, bucket)
-    head = transformer.head_weights(params)
+    chunk = min(model.chunk_tokens, bucket)
+    project = model.projection(params)
     normalise = functools.partial(
         distill.logprobs, width=readout.width, temperature=temperature
     )
 
-    def run(i, found):
+    def run(i, scores):
         # The last chunk reaches back where it would reach out: twice the same numbers.
         start = jnp.minimum(i * chunk, bucket - chunk)
         source, target = (
             jax.lax.dynamic_slice_in_dim(x, start, chunk)
             for x in (row.source, row.target)
         )
-        logits = transformer.logits(config, head, hidden[source])
-        told = readout.of(jax.vmap(normalise)(logits), target)
+        logprobs = jax.vmap(normalise)(project(hidden[source]))
+        told = readout.of(logprobs, target)
         return tuple(
             jax.lax.dynamic_update_slice_in_dim(x, y.astype(x.dtype), start, 0)
-            for x, y in zip(found, told, strict=True)
+            for x, y in zip(scores, told, strict=True)
         )
 
     chunks = (row.asked + chunk - 1) // chunk
@@ -173,8 +174,8 @@ class ScoringEngine:
 
     def __init__(
         self,
-        config: ModelConfig,
-        params: Any,
+        model: Model,
+        params: Params,
         *,
         kind: Kind,
         top_k: int,
@@ -188,8 +189,8 @@ class ScoringEngine:
         """Places a copy of the parameters and room for the sessions.
 
         Args:
-          config: The teacher.
-          params: As `transformer.init` returns them; copied, and never changed.
+          model: The teacher.
+          params: Its parameters; copied, and never changed.
           kind: What is told per position: the log-probability of the token itself, the
             `top_k` likeliest ids with theirs, or the full distribution.
           top_k: K of kind "top_k", below `width`.
@@ -205,25 +206,26 @@ class ScoringEngine:
         Raises:
           ConfigError: Sizes that cannot be.
         """
-        _check(config, kind, top_k, width, sessions, context_tokens, buckets)
+        _check(model, kind, top_k, width, sessions, context_tokens, buckets)
         self.width = width
         self.context_tokens = context_tokens
         self.tokens_run = 0
-        self._config = config
+        self._model = model
         self._readout = Readout(kind, top_k, width)
         self._temperature = np.float32(temperature)
         self._buckets = tuple(buckets)
         place = device_or_sharding or jax.devices()[0]
         # A copy in every case: whoever made the parameters may donate them.
         params = jax.device_put(params, place, may_alias=False)
-        self._params = _cast(config, params)
-        shape = config.layers, sessions, context_tokens, config.kv_heads
-        empty = np.zeros((*shape, config.head_dim), transformer.compute_dtype(config))
-        # No aliases: the cache is donated, and donation must reach each array once.
-        self._cache = transformer.KeyValues(
-            jax.device_put(empty, place, may_alias=False),
-            jax.device_put(empty, place, may_alias=False),
-        )
+        self._params = _cast(model, params)
+        kept, _ = jax.eval_shape(lambda: model.empty(context_tokens))
+
+        def room(x):
+            shape = np.insert(x.shape, model.token_axis, sessions)
+            # No aliases: the cache is donated, which must reach each array once.
+            return jax.device_put(np.zeros(shape, x.dtype), place, may_alias=False)
+
+        self._cache = jax.tree.map(room, kept)
         self._sessions: dict[Hashable, _Session] = {}
         self._free = list(range(sessions))[::-1]
         self._queue: collections.deque[_Session] = collections.deque()  # no slot yet
@@ -276,7 +278,7 @@ class ScoringEngine:
         sessions = [session for session, _ in zip(alike, range(most), strict=False)]
         rows = _rows(sessions, bucket, most)
         self._cache, *scores = score(
-            self._config,
+            self._model,
             self._readout,
             self._params,
             self._cache,
@@ -352,8 +354,8 @@ class ScoringEngine:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _cast(config, params):
-    return transformer.cast(config, params)
+def _cast(model, params):
+    return model.cast(params)
 
 
 def _rows(sessions: list[_Session], bucket: int, most: int) -> Rows:
@@ -376,10 +378,10 @@ def _rows(sessions: list[_Session], bucket: int, most: int) -> Rows:
     return rows
 
 
-def _check(config, kind, top_k, width, sessions, context_tokens, buckets):
-    if not 1 <= width <= config.vocab_size:
+def _check(model, kind, top_k, width, sessions, context_tokens, buckets):
+    if not 1 <= width <= model.vocab_size:
         raise ConfigError(
-            f"width={width} ids to score with a teacher of {config.vocab_size}; give "
+            f"width={width} ids to score with a teacher of {model.vocab_size}; give "
             "the smaller of the student's and the teacher's vocabulary"
         )
     if kind == "top_k" and not 1 <= top_k < width:

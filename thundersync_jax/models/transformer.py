@@ -2,20 +2,21 @@
 
 Parameters are described once, as Flax modules, and then live as a nested dict of
 arrays with all layers stacked; every function here is a pure function of that dict and
-one sequence. No batching, no sampling, no loss.
+one sequence, or of a few that are decoded together. `Transformer` offers them as a
+`Model`. No sampling, no loss.
 """
 
+import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from thundersync_jax.config import ModelConfig
 from thundersync_jax.models import layers
-from thundersync_jax.models import layers as rotary
-from thundersync_jax.ops import logprobs
 
 Params = dict
 
@@ -25,6 +26,94 @@ class KeyValues(NamedTuple):
 
     keys: jax.Array  # [L, T, KV, H], compute dtype
     values: jax.Array  # [L, T, KV, H], compute dtype
+
+
+class LayerCache(NamedTuple):
+    """Keys and values of one layer. A head's positions lie together, for its dots.
+
+    One array per layer: taking a layer out of a stacked cache would copy it.
+    """
+
+    keys: jax.Array  # [slots, KV, S, H], compute dtype
+    values: jax.Array  # [slots, KV, S, H], compute dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class Transformer:
+    """The decoder of a config as a `Model`."""
+
+    config: ModelConfig
+    token_axis: ClassVar[int] = 1  # of `KeyValues`
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding."""
+        return self.config.vocab_size
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens whose logits exist at a time."""
+        return self.config.logprob_chunk_tokens
+
+    def init(self, key: jax.Array) -> Params:
+        """`init` of the config."""
+        return init(self.config, key)
+
+    def axes(self) -> Params:
+        """`logical_axes` of the config."""
+        return logical_axes(self.config)
+
+    def empty(self, slots: int) -> tuple[KeyValues, jax.Array]:
+        """Keys and values [L, slots, KV, H], and a hidden vector [D]."""
+        config, dtype = self.config, compute_dtype(self.config)
+        shape = config.layers, slots, config.kv_heads, config.head_dim
+        kept = KeyValues(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+        return kept, jnp.zeros(config.width, dtype)
+
+    def segment(
+        self,
+        params: Params,
+        tokens: jax.Array,
+        kept: KeyValues | None = None,
+        start: jax.Array | None = None,
+    ) -> tuple[jax.Array, KeyValues]:
+        """`segment` of the config."""
+        return segment(self.config, params, tokens, kept, start)
+
+    def projection(self, params: Params) -> Callable[[jax.Array], jax.Array]:
+        """`projection` of the config."""
+        return projection(self.config, params)
+
+    def cast(self, params: Params) -> Params:
+        """`cast` of the config."""
+        return cast(self.config, params)
+
+    def decode_params(self, params: Params) -> Params:
+        """`unstacked` of the config."""
+        return unstacked(self.config, params)
+
+    def decode_cache(self, slots: int, tokens: int) -> tuple[LayerCache, ...]:
+        """Zeros, one `LayerCache` per layer."""
+        config = self.config
+        shape = slots, config.kv_heads, tokens, config.head_dim
+        zeros = np.zeros(shape, compute_dtype(config))
+        return (LayerCache(zeros, zeros),) * config.layers
+
+    def decode(
+        self,
+        params: Params,
+        cache: tuple[LayerCache, ...],
+        ids: jax.Array,
+        positions: jax.Array,
+    ) -> tuple[tuple[LayerCache, ...], jax.Array]:
+        """`decode` of the config."""
+        return decode(self.config, params, cache, ids, positions)
+
+    def decode_logits(self, params: Params, hidden: jax.Array) -> jax.Array:
+        """From x [R * T, D] behind the last layer."""
+        config = self.config
+        hidden = layers.rms_norm(hidden, params["final_norm"], config.norm_eps)
+        return logits(config, head_weights(params), hidden)
 
 
 # Logical axes of a layer's parameters, after the leading "layers".
@@ -172,90 +261,6 @@ def segment(
     return layers.rms_norm(x, params["final_norm"], config.norm_eps), own
 
 
-def token_logprobs(
-    config: ModelConfig,
-    params: Params,
-    hidden: jax.Array,
-    targets: jax.Array,
-    temperature: jax.Array | float,
-) -> jax.Array:
-    """Log-probabilities of `targets` given the hidden vectors that predict them.
-
-    Args:
-      config: The model.
-      params: As `init` returns them.
-      hidden: float[T, D], as `segment` returns it.
-      targets: int32[T]; target t follows the token of hidden t.
-      temperature: Logits are divided by it.
-
-    Returns:
-      float32[T] (float64 for float64 models).
-    """
-    return logprobs.chunked_target_logprobs(
-        hidden,
-        targets,
-        projection(config, params),
-        temperature,
-        config.logprob_chunk_tokens,
-    )
-
-
-def surrogate_logprobs(
-    config: ModelConfig,
-    params: Params,
-    tokens: jax.Array,
-    temperature: jax.Array | float,
-) -> jax.Array:
-    """Log-probability of every token of a sequence given those before it.
-
-        entry t = log pi(tokens[t] | tokens[:t]),  entry 0 = 0
-
-    Args:
-      config: The model.
-      params: As `init` returns them.
-      tokens: int32[T]. What follows a position cannot change its entry, so padding
-        belongs at the end.
-      temperature: Logits are divided by it.
-
-    Returns:
-      float32[T] (float64 for float64 models).
-    """
-    hidden, _ = segment(config, params, tokens)
-    # The last row runs for nothing: T may be sharded, and T - 1 would not divide.
-    following = token_logprobs(
-        config, params, hidden, jnp.roll(tokens, -1), temperature
-    )
-    return shifted(following)
-
-
-def surrogate_logprobs_and_entropies(
-    config: ModelConfig,
-    params: Params,
-    tokens: jax.Array,
-    temperature: jax.Array | float,
-) -> tuple[jax.Array, jax.Array]:
-    """`surrogate_logprobs`, and the entropy each token was drawn with, in one pass.
-
-        entry t = log pi(tokens[t] | tokens[:t]) and H(pi(. | tokens[:t])),  entry 0 = 0
-
-    Args:
-      config, params, tokens, temperature: As for `surrogate_logprobs`; entropies are
-        those at the temperature, over the whole vocabulary, in nats.
-
-    Returns:
-      Two float32[T] (float64 for float64 models).
-    """
-    hidden, _ = segment(config, params, tokens)
-    following = logprobs.chunked_logprobs_and_entropies(
-        hidden,
-        jnp.roll(tokens, -1),
-        projection(config, params),
-        temperature,
-        config.logprob_chunk_tokens,
-    )
-    return jax.tree.map(shifted, following)
-
-
 def head_weights(params: Params) -> jax.Array:
     """The matrix [V, D] that turns hidden vectors into logits."""
     return params.get("unembed", params["embed"])
@@ -279,11 +284,6 @@ def projection(config: ModelConfig, params: Params) -> Callable[[jax.Array], jax
         return layers.constrain(logits(config, head, hidden_c), "tokens", "vocab")
 
     return project
-
-
-def shifted(following: jax.Array) -> jax.Array:
-    """From entries [T] that speak of the next token to entries that speak of theirs."""
-    return jnp.concatenate([jnp.zeros_like(following[:1]), following[:-1]])
 
 
 def layer(
@@ -350,8 +350,8 @@ def attention_inputs(
     if config.qk_norm:
         query = layers.rms_norm(query, weights["query_norm"], config.norm_eps)
         key = layers.rms_norm(key, weights["key_norm"], config.norm_eps)
-    query = rotary.rotate(config, query, positions)
-    key = rotary.rotate(config, key, positions)
+    query = layers.rotate(config, query, positions)
+    key = layers.rotate(config, key, positions)
     return query, key, value
 
 
@@ -367,6 +367,60 @@ def add_layer_outputs(
         normed, weights["gate"], weights["up"], weights["down"], precision
     )
     return layers.constrain(x, "tokens", None)
+
+
+def unstacked(config: ModelConfig, params: Params) -> Params:
+    """Parameters in the compute dtype, as a loop over decode steps reads them.
+
+    The layers' are a list, and `output` has the head axis second, which is the order
+    that einsum sums in: no slices and no transposed copies in every step.
+    """
+    params = cast(config, params)
+    each = [{} for _ in range(config.layers)]
+    for name, stacked in params["layers"].items():
+        for weights, x in zip(each, stacked, strict=True):
+            weights[name] = jnp.swapaxes(x, 0, 1) if name == "output" else x
+    return params | {"layers": each}
+
+
+def decode(
+    config: ModelConfig,
+    params: Params,
+    cache: tuple[LayerCache, ...],
+    ids: jax.Array,
+    positions: jax.Array,
+) -> tuple[tuple[LayerCache, ...], jax.Array]:
+    """Runs a few tokens of R sequences behind what their rows of the cache hold.
+
+    Args:
+      config: The model.
+      params: As `unstacked` returns them.
+      cache: Per layer, rows [R, KV, S, H].
+      ids: int32[R, T].
+      positions: int32[R, T]. A token reads keys up to its own position.
+
+    Returns:
+      The cache with the tokens' keys and values, and x [R * T, D] behind the last
+      layer.
+    """
+    rows = jnp.arange(ids.shape[0])[:, None]
+    attend = jax.vmap(layers.attention, in_axes=(0, 0, 0, 0, None, None))
+    x = jnp.take(params["embed"], ids.reshape(-1), axis=0)
+    written = []
+    for weights, old in zip(params["layers"], cache, strict=True):
+        weights = weights | {"output": jnp.swapaxes(weights["output"], 0, 1)}
+        inputs = attention_inputs(config, weights, x, positions.reshape(-1))
+        query, *new = (y.reshape(*ids.shape, *y.shape[1:]) for y in inputs)
+        keys, values = (
+            cached.at[rows, :, positions].set(y, mode="drop", unique_indices=True)
+            for cached, y in zip(old, new, strict=True)
+        )
+        precision = config.matmul_precision
+        mixed = attend(query, keys, values, positions, None, precision)
+        mixed = mixed.reshape(-1, *mixed.shape[2:])
+        x = add_layer_outputs(config, weights, x, mixed)
+        written.append(LayerCache(keys, values))
+    return tuple(written), x
 
 
 def _gathered(name):

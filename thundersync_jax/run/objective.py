@@ -18,9 +18,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from thundersync_jax.config import LossConfig, ModelConfig, dotted
+from thundersync_jax.config import LossConfig, dotted
 from thundersync_jax.errors import ConfigError
-from thundersync_jax.models import continuation, transformer
+from thundersync_jax.models import base
+from thundersync_jax.models.base import Model
 from thundersync_jax.ops import advantages, distill, logprobs, losses
 from thundersync_jax.ops.advantages import PromptBaseline
 from thundersync_jax.run import policy_term
@@ -33,7 +34,7 @@ _BESIDE_LOGITS = ("tokens", "teacher_logprobs", "teacher_ids")
 
 
 def policy_surrogate(
-    model: ModelConfig,
+    model: Model,
     temperature: float,
     loss: LossConfig,
     width: int | None = None,
@@ -62,12 +63,12 @@ def policy_surrogate(
     numbers = numbers_of_logits(model, temperature, loss, width, term)
 
     def surrogate(params, sample, reference=None):
-        found = continuation.whole(
+        found = base.whole(
             model, params, sample["tokens"], _beside_logits(sample), numbers
         )
         reference_logprobs = None
         if compared:
-            reference_logprobs = transformer.surrogate_logprobs(
+            reference_logprobs = base.logprobs(
                 model, reference, sample["tokens"], temperature
             )
         return _terms(loss, term, sample, found, reference_logprobs)
@@ -78,7 +79,7 @@ def policy_surrogate(
 
 
 def policy_segments(
-    model: ModelConfig,
+    model: Model,
     temperature: float,
     loss: LossConfig,
     slots: int,
@@ -103,16 +104,15 @@ def policy_segments(
         return logprobs.target_logprobs(logits, operands["tokens"], temperature)
 
     def empty(slots):
-        kept, last = continuation.empty(model, slots)
+        kept, last = model.empty(slots)
         policies = 1 + compared
         return State([kept] * policies, [last] * policies)
 
     def piece(params, kept, last, sample, function):
-        return continuation.piece(
+        return base.piece(
             model,
             params,
-            kept,
-            last,
+            (kept, last),
             sample["tokens"],
             sample["start"],
             sample["length"],
@@ -136,7 +136,7 @@ def policy_segments(
         return segment(params, state, sample, reference)
 
     function = compared_segment if compared else segment
-    return Segments(function, empty, slots, continuation.TOKEN_AXIS)
+    return Segments(function, empty, slots, model.token_axis)
 
 
 def with_reference(loss: LossConfig, term: PolicyTerm) -> bool:
@@ -145,13 +145,13 @@ def with_reference(loss: LossConfig, term: PolicyTerm) -> bool:
 
 
 def numbers_of_logits(
-    model: ModelConfig,
+    model: Model,
     temperature: float,
     loss: LossConfig,
     width: int | None = None,
     term: PolicyTerm | None = None,
 ) -> Callable[[jax.Array, Sample], Sample]:
-    """The function that a model's `continuation` applies to logits.
+    """The function that `base.whole` and `base.piece` apply to logits.
 
     Args:
       model: The policy's model.

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from thundersync_jax.config import Config
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.hf import weights
-from thundersync_jax.models import layers, transformer
+from thundersync_jax.models import layers
+from thundersync_jax.models.base import Model
 from thundersync_jax.ops.advantages import Estimator
 from thundersync_jax.run import state
 from thundersync_jax.run.checkpoint import Checkpoints
@@ -94,23 +94,20 @@ def _samplers(config: Config) -> int:
 Tree = Any
 
 
-def initializer(config: Config, devices: Mesh) -> Callable[[], Tree]:
+def initializer(config: Config, model: Model, devices: Mesh) -> Callable[[], Tree]:
     """Makes the first parameters, laid out over a mesh, as often as it is called.
 
     They are random from the seed, or the weights of `model.path`. A program that draws
     them is compiled once: with small models that takes as long as all else together.
     """
-    model, key = config.model, jax.random.key(config.seed)
-    init = functools.partial(transformer.init, model)
+    key, path = jax.random.key(config.seed), config.model.path
+    shapes = jax.eval_shape(model.init, key)
     shardings = mesh.parameter_shardings(
-        devices,
-        jax.eval_shape(init, key),
-        transformer.logical_axes(model),
-        layers.MESH_AXES,
+        devices, shapes, model.axes(), layers.MESH_AXES
     )
-    if model.path is not None:
-        return functools.partial(weights.load, model.path, model, shardings)
-    return functools.partial(jax.jit(init, out_shardings=shardings), key)
+    if path is not None:
+        return functools.partial(weights.load, path, config.model, shardings)
+    return functools.partial(jax.jit(model.init, out_shardings=shardings), key)
 
 
 def newest(workdir: str | Path, like: state.State) -> tuple[int, Tree] | None:
@@ -151,7 +148,11 @@ class SumMemory:
 
 
 def plan(
-    config: Config, estimator: Estimator | None, params: Tree, additive: bool
+    config: Config,
+    model: Model,
+    estimator: Estimator | None,
+    params: Tree,
+    additive: bool,
 ) -> SumMemory:
     """What a config asks for, as far as it fits.
 
@@ -165,7 +166,7 @@ def plan(
       ConfigError: The sums of one group do not fit, or nobody says what would.
     """
     if config.release == "turn":
-        return _of_turns(config, params)
+        return _of_turns(config, model, params)
     scope = "member" if estimator is None else estimator.scope
     exact = config.accumulator == "exact"
     channels = sums.channels(
@@ -196,13 +197,14 @@ def plan(
     return SumMemory(open_groups, f"{size}: {_listed(parts)}{words}")
 
 
-def _of_turns(config: Config, params: Tree) -> SumMemory:
-    """Turn by turn: a sum per open trajectory, keys and values with cotangents."""
-    model, places = config.model, config.open_trajectories
-    entries = 2 * model.layers * model.kv_heads * model.head_dim
-    kept = entries * config.rollout.context_tokens
+def _of_turns(config: Config, model: Model, params: Tree) -> SumMemory:
+    """Turn by turn: a sum per open trajectory, kept arrays with cotangents."""
+    places, tokens = config.open_trajectories, config.rollout.context_tokens
+    kept, _ = jax.eval_shape(lambda: model.empty(tokens))
     size = (1 + places) * sums.bytes_per_device(params)
-    states = places * kept * (jnp.dtype(model.dtype).itemsize + 4)
+    states = places * sum(
+        x.size * (x.dtype.itemsize + 4) for x in jax.tree.leaves(kept)
+    )
     return SumMemory(
         config.rollout.groups_per_step,
         f"{size / 2**20:,.1f} MiB of gradient sums per device: the batch and up to "

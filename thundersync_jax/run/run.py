@@ -15,16 +15,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from thundersync_jax.config import Config, LatencyConfig
+from thundersync_jax.config.run import check_family
 from thundersync_jax.config.workdir import check_claim, claim, locked, resumed
-from thundersync_jax.engines import group as decode_group
-from thundersync_jax.engines.group import EngineGroup
-from thundersync_jax.engines.in_process import InProcessEngine
+from thundersync_jax.engines import in_process
+from thundersync_jax.engines.in_process import EngineGroup, InProcessEngine
 from thundersync_jax.engines.vllm.engine import VLLMEngine
 from thundersync_jax.engines.vllm.publish import Publisher
 from thundersync_jax.envs.base import Environment, TaskSet, load_factory
 from thundersync_jax.envs.latency import WithLatency
 from thundersync_jax.metrics.learner_clock import LearnerClock
 from thundersync_jax.metrics.timing import Timeline
+from thundersync_jax.models import base as models
+from thundersync_jax.models.base import ModelFactory
 from thundersync_jax.ops.advantages import Estimator
 from thundersync_jax.rollout.agent import PHASES
 from thundersync_jax.rollout.events import Job
@@ -48,6 +50,7 @@ class Run:
     Attributes:
       tasks: Those that fit the context.
       chat: How their text becomes token ids.
+      model: The policy as functions of its parameters.
       latency_scale: What medians of lognormal latencies are multiplied by; a benchmark
         sets it.
       baselines: Of the training tasks, by their index, for "tracked_baseline".
@@ -61,6 +64,7 @@ class Run:
       surrogate: Makes the policy term of the loss, in place of `loss.surrogate`.
       estimator: The advantage, or a function of the `LossConfig` that returns it, in
         place of `loss.advantage`.
+      model: Makes the policy, in place of `config.model.factory`.
     """
 
     def __init__(
@@ -73,6 +77,7 @@ class Run:
         *,
         surrogate: policy_term.Factory | None = None,
         estimator: Estimator | Callable[..., Estimator] | None = None,
+        model: ModelFactory | None = None,
     ):
         self.config = config = resumed(workdir, config) if owner else config
         self.latency_scale = 1.0
@@ -87,23 +92,32 @@ class Run:
         self._term = policy_term.load(config.loss, surrogate)
         self._held = contextlib.ExitStack()
         try:
-            self._build(config, workdir, owner)
+            self._build(config, workdir, owner, model)
         except BaseException:
             self._held.close()
             raise
 
-    def _build(self, config: Config, workdir: str | Path, owner: bool) -> None:
+    def _build(
+        self,
+        config: Config,
+        workdir: str | Path,
+        owner: bool,
+        model: ModelFactory | None,
+    ) -> None:
+        if model is not None:
+            check_family(config, "the argument model makes another policy")
         if owner:
             self._held.enter_context(locked(workdir))
             check_claim(workdir, config)
         placement.prepare(config)
+        self.model = models.build(config.model, model)
         self.placement = placement.place(config)
         remote = self._connected()
         self.optimizer = state.make_optimizer(config.optim)
         self.teacher = teaching.load(config, self.chat.vocabulary(), self.on_line)
         width = teaching.width(config, self.teacher)
         self.samples = Samples(config, width, self._prompt_ids)
-        policy = config.model, config.rollout.temperature, config.loss
+        policy = self.model, config.rollout.temperature, config.loss
         self.surrogate = objective.policy_surrogate(*policy, width, self._term)
         slots = config.rollout.context_tokens
         self.segments = objective.policy_segments(*policy, slots, width, self._term)
@@ -112,11 +126,13 @@ class Run:
         self._order: tuple[int, list[int]] = (0, [])  # of the latest step asked for
         self.timeline = Timeline()
         self.clock = LearnerClock(self.timeline.add, lambda: self.pool.wake())
-        self._make_params = placement.initializer(config, self.placement.mesh)
+        self._make_params = placement.initializer(
+            config, self.model, self.placement.mesh
+        )
         self._params: Tree = None
         self._params = params = self.initial_params()
         additive = config.loss.has_additive or self._term.additive
-        found = placement.plan(config, self.estimator, params, additive)
+        found = placement.plan(config, self.model, self.estimator, params, additive)
         self.open_groups = found.open_groups
         if owner:  # nothing refuses the config any more
             for change in claim(workdir, config, self.chat.vocabulary()):
@@ -146,10 +162,10 @@ class Run:
         return VLLMEngine(config.vllm, tokens, vocab_size, publish, self.on_line)
 
     def _local(self, params: Tree) -> InProcessEngine | EngineGroup:
-        config, rollout = self.config, self.config.rollout
-        return decode_group.make(
+        rollout = self.config.rollout
+        return in_process.make(
             self.placement.samplers,
-            config.model,
+            self.model,
             params,
             slots=rollout.slots,
             context_tokens=rollout.context_tokens,

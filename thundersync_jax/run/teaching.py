@@ -25,7 +25,8 @@ from thundersync_jax.engines.vllm import engine as vllm
 from thundersync_jax.engines.vllm.engine import Server
 from thundersync_jax.engines.vllm.teacher import VLLMTeacher
 from thundersync_jax.errors import ConfigError
-from thundersync_jax.models import transformer
+from thundersync_jax.models import base
+from thundersync_jax.models.base import Model
 from thundersync_jax.rollout import teacher as rollout_teacher
 from thundersync_jax.run import state
 from thundersync_jax.run.checkpoint import Checkpoints
@@ -38,7 +39,7 @@ class Teacher(NamedTuple):
 
     vocab_size: int  # rows of its embedding
     source: str  # the work directory or the servers, for people
-    model: ModelConfig | None = None  # None on servers
+    model: Model | None = None  # None on servers
     params: Tree = None  # on the host
 
 
@@ -132,7 +133,7 @@ def _trained(
         _make(config, workdir, on_line)
     try:
         saved = json.loads((workdir / "config.json").read_text(encoding="utf-8"))
-        model = model_config.from_dict(saved["model"])
+        settings = model_config.from_dict(saved["model"])
         optim = OptimConfig(**saved["optim"])
         words = json.loads((workdir / VOCABULARY_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -140,6 +141,7 @@ def _trained(
             f"teacher.workdir is {workdir}, expected the work directory of a finished "
             f"run, but {error}. Train one there."
         ) from error
+    model = base.build(settings)
     with Checkpoints(workdir / "checkpoints") as checkpoints:
         step = checkpoints.latest() or 0
         saved, _ = checkpoints.restore(step, _like(model, optim))
@@ -186,9 +188,8 @@ def _make(config: Config, workdir: Path, on_line: Callable[[str], None]) -> None
         )
 
 
-def _like(model: ModelConfig, optim: OptimConfig) -> state.State:
+def _like(model: Model, optim: OptimConfig) -> state.State:
     """The shapes of what a run of these settings saves."""
-    init = functools.partial(transformer.init, model)
-    params = jax.eval_shape(init, jax.random.key(0))
+    params = jax.eval_shape(model.init, jax.random.key(0))
     optimizer = state.make_optimizer(optim)
     return state.State(params, jax.eval_shape(optimizer.init, params))

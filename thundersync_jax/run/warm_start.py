@@ -14,9 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from thundersync_jax.config import Config, OptimConfig
+from thundersync_jax.config import OptimConfig
 from thundersync_jax.errors import ConfigError, StreamError
-from thundersync_jax.models import transformer
+from thundersync_jax.models import base
+from thundersync_jax.models.base import Model
 from thundersync_jax.run import state, tasks
 from thundersync_jax.run.checkpoint import Checkpoints
 from thundersync_jax.run.heldout import Evaluation, heldout
@@ -96,7 +97,7 @@ def warm_start(run: Run, params: Tree, checkpoints: Checkpoints) -> WarmStart:
         if not facts["done"]:
             run.on_line(f"warm start resumed after step {start}")
     origin = time.monotonic() - facts["elapsed_secs"]
-    update = supervised_update(run.config, optimizer, now)
+    update = supervised_update(run.model, optimizer, now)
     data = demonstrations(run) if not facts["done"] else {}
     step = start
     while not facts["done"]:
@@ -136,7 +137,7 @@ def warm_start(run: Run, params: Tree, checkpoints: Checkpoints) -> WarmStart:
 
 
 def supervised_update(
-    config: Config, optimizer: optax.GradientTransformation, like: state.State
+    model: Model, optimizer: optax.GradientTransformation, like: state.State
 ):
     """Returns the jitted (state, batch) -> (state, loss); the state is donated.
 
@@ -148,7 +149,7 @@ def supervised_update(
 
     def loss_of(params, batch):
         def one(tokens, weights):
-            logprobs = transformer.surrogate_logprobs(config.model, params, tokens, 1.0)
+            logprobs = base.logprobs(model, params, tokens, 1.0)
             return -jnp.sum(jnp.where(weights > 0, logprobs, 0) * weights)
 
         total = jnp.sum(jax.vmap(one)(batch["tokens"], batch["weights"]))

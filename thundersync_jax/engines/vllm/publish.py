@@ -22,7 +22,7 @@ from thundersync_jax.config.model import SHAPE, ModelConfig
 from thundersync_jax.engines.vllm.engine import Published, Server
 from thundersync_jax.errors import ConfigError, ServerError
 from thundersync_jax.hf import weights
-from thundersync_jax.models import transformer
+from thundersync_jax.models import base, transformer
 
 Params = Any  # the tree of `transformer.init`
 _PROMPT_TOKENS = 272  # at most: more than two blocks of 128, vLLM's largest, are cached
@@ -85,7 +85,7 @@ class Publisher:
         self._prompt = ids.astype(np.int32)
         self._sampled_tokens = min(_SAMPLED_TOKENS, context_tokens - prompt)
         self._learner = jax.jit(
-            functools.partial(transformer.surrogate_logprobs, model)
+            functools.partial(base.logprobs, transformer.Transformer(model))
         )
 
     def publish(
