@@ -490,7 +490,7 @@ def test_a_turn_may_fill_the_context_and_no_more():
 def test_a_turn_may_not_overtake_another_of_its_session():
     engine = make_engine()
     engine.submit(turn("a", prompt(0)))
-    with pytest.raises(ValueError, match="being sampled"):
+    with pytest.raises(ValueError, match="being answered"):
         engine.submit(turn("a", prompt(0)))
 
 

@@ -268,7 +268,7 @@ def test_a_session_continues_its_own_tokens_and_one_turn_at_a_time():
     engine = make_engine()
     tokens = tokens_of(0)
     engine.submit(ScoreRequest(0, tokens[:10], np.array([8, 9])))
-    with pytest.raises(ValueError, match="while one is being scored"):
+    with pytest.raises(ValueError, match="while one is being answered"):
         engine.submit(ScoreRequest(0, tokens[:12], np.array([11])))
     while engine.busy:
         engine.step()
@@ -286,7 +286,7 @@ def test_a_session_continues_its_own_tokens_and_one_turn_at_a_time():
     [
         ({"width": 51}, "width=51.*50"),
         ({"kind": "top_k", "top_k": 50}, "top_k=50 of 50"),
-        ({"sessions": 0}, "sessions=0"),
+        ({"sessions": 0}, "slots=0"),
         ({"buckets": (8, 4)}, "ascending"),
     ],
 )

@@ -7,7 +7,6 @@ length chooses, or copied from a slot that began with the same prompt; random nu
 come from the request's seed and the position. No thread, no tokenizer, no environment.
 """
 
-import bisect
 import collections
 import dataclasses
 import functools
@@ -19,6 +18,7 @@ import numpy as np
 
 from thundersync_jax.engines import generation
 from thundersync_jax.engines.base import Request, Response
+from thundersync_jax.engines.sessions import Session, SlotEngine
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.models.base import Model, Params
 
@@ -28,23 +28,17 @@ CPU_BLOCK_ROWS = 8
 
 
 @dataclasses.dataclass(eq=False)
-class _Session:
-    """One trajectory: its place, and its turn while one is being sampled."""
+class _Session(Session):
+    """A trajectory that is being sampled."""
 
-    slot: int | None = None
     tokens: int = 0  # known ids, sampled ones included
     pending: tuple[int, ...] = ()  # the last sampled id, which the cache lacks
-    request: Request | None = None
     ids: list[np.ndarray] = dataclasses.field(default_factory=list)
     logprobs: list[np.ndarray] = dataclasses.field(default_factory=list)
 
 
-class InProcessEngine:
-    """Continuous batching over decode slots, behind the engine interface.
-
-    A session takes a slot when one is free, first come, first served, and keeps it
-    until it is released.
-    """
+class InProcessEngine(SlotEngine):
+    """Continuous batching over decode slots, behind the engine interface."""
 
     def __init__(
         self,
@@ -72,17 +66,17 @@ class InProcessEngine:
           policy_version: Of `params`.
           twin: As for `update`.
         """
-        _check(slots, context_tokens, steps_per_call, prefill_buckets)
-        self.context_tokens = context_tokens
+        super().__init__(
+            _Session, slots, context_tokens, prefill_buckets, device_or_sharding
+        )
+        if steps_per_call < 1:
+            raise ConfigError(
+                f"steps_per_call={steps_per_call}; expected at least 1 token per call. "
+                "Raise rollout.decode_steps_per_call."
+            )
         self._model = model
         self._steps = steps_per_call
-        self._buckets = tuple(prefill_buckets)
-        self._place = device_or_sharding or jax.devices()[0]
-        # No aliases: the cache is donated, and donation must reach each array once.
-        self._cache = jax.tree.map(
-            lambda zeros: jax.device_put(zeros, self._place, may_alias=False),
-            model.decode_cache(slots, context_tokens),
-        )
+        self._cache = self._copied(model.decode_cache(slots, context_tokens))
         (device, *_) = jax.tree.leaves(self._cache)[0].devices()
         self._block_rows = CPU_BLOCK_ROWS if device.platform == "cpu" else slots
         self._rows = generation.Rows(
@@ -93,10 +87,6 @@ class InProcessEngine:
             stop_ids=np.full((slots, generation.STOP_IDS), -1, np.int32),
             seed=np.zeros((slots, 1 + 2 * generation.SEED_INTEGERS), np.uint32),
         )
-        self._sessions: dict[Hashable, _Session] = {}
-        self._free = list(range(slots))[::-1]
-        self._queue: collections.deque[_Session] = collections.deque()  # no slot yet
-        self._ready: list[_Session] = []  # slot held, turn not begun
         self._decoding: dict[int, _Session] = {}  # by slot
         self._sampled: list[jax.Array] = []  # ids and log-probabilities, dispatched
         self._prompts: dict[bytes, int] = {}  # which slot's cache begins with these ids
@@ -106,7 +96,7 @@ class InProcessEngine:
     @property
     def busy(self) -> bool:
         """Whether `step` has anything to do."""
-        return bool(self._ready or self._decoding or (self._queue and self._free))
+        return bool(self._decoding) or super().busy
 
     def update(
         self,
@@ -131,8 +121,7 @@ class InProcessEngine:
                 "sessions held; release every session first"
             )
         if twin is None:
-            # A copy in every case: the learner donates its arrays at the step boundary.
-            params = jax.device_put(params, self._place, may_alias=False)
+            params = self._copied(params)
             self._params = generation.decode_params(self._model, params)
         else:
             self._params = jax.tree.map(self._shared, twin._params)
@@ -144,32 +133,15 @@ class InProcessEngine:
         on_cpu = all(device.platform == "cpu" for device in x.devices())
         return jax.device_put(np.asarray(x) if on_cpu else x, self._place)
 
-    def submit(self, request: Request) -> None:
-        """Queues a turn.
-
-        Raises:
-          ValueError: It cannot fit the context, or is no turn of this engine.
-        """
-        session = self._sessions.get(request.session) or _Session()
-        self._check_request(session, request)
-        self._sessions[request.session] = session
-        session.request = request
-        (self._queue if session.slot is None else self._ready).append(session)
-
     def release(self, session: Hashable) -> None:
         """Ends a session, wherever it stands; unknown sessions are ignored."""
-        held = self._sessions.pop(session, None)
-        if held is None:
-            return
-        if held.slot is None:
-            self._queue.remove(held)
-            return
-        if held in self._ready:
-            self._ready.remove(held)
-        self._decoding.pop(held.slot, None)
-        # The length stays: idle rows are computed too and must not write into a prompt.
-        self._rows.remaining[held.slot] = 0
-        self._free.append(held.slot)
+        held = self._sessions.get(session)
+        if held is not None and held.slot is not None:
+            self._decoding.pop(held.slot, None)
+            # The length stays: idle rows are computed too, and must not write into a
+            # prompt.
+            self._rows.remaining[held.slot] = 0
+        super().release(session)
 
     def step(self) -> list[Response]:
         """Fills free slots, begins turns, decodes at most `steps_per_call` tokens."""
@@ -181,10 +153,7 @@ class InProcessEngine:
 
         Nothing may be submitted or released before `collect`.
         """
-        while self._queue and self._free:
-            session = self._queue.popleft()
-            session.slot = self._free.pop()
-            self._ready.append(session)
+        self._fill_slots()
         # At most a block of turns begins at a time, later turns of a session before
         # first ones: the first trajectories end early instead of all of them late.
         self._ready.sort(key=lambda session: session.tokens == 0)
@@ -210,11 +179,6 @@ class InProcessEngine:
     def _check_request(self, session: _Session, request: Request) -> None:
         name, new, limit = request.session, len(request.new_ids), request.max_new_tokens
         vocab = self._model.vocab_size
-        if session.request is not None:
-            raise ValueError(
-                f"session {name!r} was given a turn while one is being sampled; wait "
-                "for its response or release it"
-            )
         if session.tokens + new == 0 or limit < 1:
             raise ValueError(
                 f"session {name!r} has {session.tokens + new} tokens and asks for "
@@ -289,9 +253,9 @@ class InProcessEngine:
     def _copy(self, pairs: list[tuple[int, int]]) -> None:
         """Copies the cache of one slot to another, pair after pair."""
         if pairs:
-            given = np.zeros((len(self._rows.token), 2), np.int32)
-            given[: len(pairs)] = pairs
-            self._cache = generation.copy(self._cache, given, np.int32(len(pairs)))
+            padded = np.zeros((len(self._rows.token), 2), np.int32)
+            padded[: len(pairs)] = pairs
+            self._cache = generation.copy(self._cache, padded, np.int32(len(pairs)))
 
     def _prefill(self, segments: list[tuple[int, int, np.ndarray]]) -> None:
         """Writes segments to the cache in pieces, one call per bucket and round."""
@@ -301,8 +265,7 @@ class InProcessEngine:
             by_bucket = collections.defaultdict(list)
             for slot, start, ids in segments:
                 piece = ids[:largest]
-                bucket = self._buckets[bisect.bisect_left(self._buckets, len(piece))]
-                by_bucket[bucket].append((slot, start, piece))
+                by_bucket[self._bucket(len(piece))].append((slot, start, piece))
             for bucket, pieces in sorted(by_bucket.items()):
                 ids = np.zeros((slots, bucket), np.int32)
                 place = np.zeros((slots, 2), np.int32)
@@ -430,16 +393,3 @@ def _seed_words(seed: tuple[int, ...]) -> np.ndarray:
     for i, value in enumerate(seed):
         words[1 + 2 * i : 3 + 2 * i] = value & 0xFFFFFFFF, (value >> 32) & 0xFFFFFFFF
     return words
-
-
-def _check(slots, context_tokens, steps_per_call, prefill_buckets):
-    if slots < 1:
-        raise ConfigError(f"slots={slots}; a session needs one, raise rollout.slots")
-    if context_tokens < 2 or steps_per_call < 1:
-        raise ConfigError(
-            f"context_tokens={context_tokens} and steps_per_call={steps_per_call}; "
-            "the context holds at least 2 tokens and a call samples at least 1"
-        )
-    buckets = tuple(prefill_buckets)
-    if not buckets or buckets[0] < 1 or sorted(set(buckets)) != list(buckets):
-        raise ConfigError(f"prefill_buckets={buckets}; give ascending positive lengths")

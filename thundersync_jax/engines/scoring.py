@@ -6,10 +6,9 @@ of one call are computed one after the other, in pieces that their own length ch
 and a session sees zeros where its own keys end. No thread, no sampling, no loss.
 """
 
-import collections
 import dataclasses
 import functools
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -17,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from thundersync_jax.engines.base import Scored, ScoreRequest
+from thundersync_jax.engines.sessions import Session, SlotEngine
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.models.base import Model, Params
 from thundersync_jax.ops import distill
@@ -58,7 +58,7 @@ class Rows(NamedTuple):
     target: np.ndarray  # int32[R, bucket], these successors
     slot: np.ndarray  # int32[R]
     start: np.ndarray  # int32[R], position of the first token
-    asked: np.ndarray  # int32[R], successors to be scored
+    entries: np.ndarray  # int32[R], successors to be scored
     count: np.ndarray  # int32[]
 
 
@@ -136,7 +136,7 @@ def _read(model, readout, params, hidden, row, temperature):
             for x, y in zip(scores, told, strict=True)
         )
 
-    chunks = (row.asked + chunk - 1) // chunk
+    chunks = (row.entries + chunk - 1) // chunk
     return jax.lax.fori_loop(0, chunks, run, readout.empty(bucket))
 
 
@@ -146,13 +146,11 @@ ROWS_PER_CALL = 8
 
 
 @dataclasses.dataclass(eq=False)
-class _Session:
-    """One trajectory: its place, and its request while one is being scored."""
+class _Session(Session):
+    """A trajectory that is being scored."""
 
-    slot: int | None = None
     tokens: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, int))
     run: int = 0  # tokens whose keys and values are kept
-    request: ScoreRequest | None = None
     scores: list[tuple[np.ndarray, ...]] = dataclasses.field(default_factory=list)
 
     @property
@@ -161,11 +159,8 @@ class _Session:
         return len(self.tokens) - 1 - self.run
 
 
-class ScoringEngine:
-    """Scores turns of many sessions, behind `rollout.engine.PassiveEngine`.
-
-    A session takes a slot when one is free, first come, first served, and keeps it
-    until it is released.
+class ScoringEngine(SlotEngine):
+    """Scores turns of many sessions, behind `engines.base.PassiveEngine`.
 
     Attributes:
       width: Ids over which distributions are normalised.
@@ -206,73 +201,31 @@ class ScoringEngine:
         Raises:
           ConfigError: Sizes that cannot be.
         """
-        _check(model, kind, top_k, width, sessions, context_tokens, buckets)
+        super().__init__(
+            _Session, sessions, context_tokens, buckets, device_or_sharding
+        )
+        _check(model, kind, top_k, width)
         self.width = width
-        self.context_tokens = context_tokens
         self.tokens_run = 0
         self._model = model
         self._readout = Readout(kind, top_k, width)
         self._temperature = np.float32(temperature)
-        self._buckets = tuple(buckets)
-        place = device_or_sharding or jax.devices()[0]
-        # A copy in every case: whoever made the parameters may donate them.
-        params = jax.device_put(params, place, may_alias=False)
-        self._params = _cast(model, params)
+        self._params = _cast(model, self._copied(params))
         kept, _ = jax.eval_shape(lambda: model.empty(context_tokens))
 
         def room(x):
             shape = np.insert(x.shape, model.token_axis, sessions)
-            # No aliases: the cache is donated, which must reach each array once.
-            return jax.device_put(np.zeros(shape, x.dtype), place, may_alias=False)
+            return np.zeros(shape, x.dtype)
 
-        self._cache = jax.tree.map(room, kept)
-        self._sessions: dict[Hashable, _Session] = {}
-        self._free = list(range(sessions))[::-1]
-        self._queue: collections.deque[_Session] = collections.deque()  # no slot yet
-        self._ready: list[_Session] = []  # slot held, tokens left to run
-
-    @property
-    def busy(self) -> bool:
-        """Whether `step` has anything to do."""
-        return bool(self._ready or (self._queue and self._free))
-
-    def submit(self, request: ScoreRequest) -> None:
-        """Queues a turn.
-
-        Raises:
-          ValueError: It does not fit the context or the vocabulary, does not continue
-            its session, or asks for positions that are gone or never come.
-        """
-        session = self._sessions.get(request.session) or _Session()
-        self._check_request(session, request)
-        self._sessions[request.session] = session
-        session.request = request
-        # A copy: the caller may reuse its buffer.
-        session.tokens = np.array(request.tokens, np.int32)
-        (self._queue if session.slot is None else self._ready).append(session)
-
-    def release(self, session: Hashable) -> None:
-        """Ends a session, wherever it stands; unknown sessions are ignored."""
-        held = self._sessions.pop(session, None)
-        if held is None:
-            return
-        if held.slot is None:
-            self._queue.remove(held)
-            return
-        if held in self._ready:
-            self._ready.remove(held)
-        self._free.append(held.slot)
+        self._cache = self._copied(jax.tree.map(room, kept))
 
     def step(self) -> list[Scored]:
         """Runs a piece of the turns that wait longest; returns the turns that ended."""
-        while self._queue and self._free:
-            session = self._queue.popleft()
-            session.slot = self._free.pop()
-            self._ready.append(session)
+        self._fill_slots()
         if not self._ready:
             return []
-        bucket = self._bucket(self._ready[0])
-        alike = (s for s in self._ready if self._bucket(s) == bucket)
+        bucket = self._bucket(self._ready[0].left)
+        alike = (s for s in self._ready if self._bucket(s.left) == bucket)
         # A row of a full distribution is as wide as the vocabulary, asked for or not.
         most = 1 if self._readout.kind == "full" else ROWS_PER_CALL
         sessions = [session for session, _ in zip(alike, range(most), strict=False)]
@@ -296,8 +249,8 @@ class ScoringEngine:
     ) -> list[Scored]:
         ended = []
         for i, session in enumerate(sessions):
-            asked, length = rows.asked[i], min(session.left, rows.tokens.shape[1])
-            session.scores.append((logprobs[i, :asked], ids[i, :asked]))
+            entries, length = rows.entries[i], min(session.left, rows.tokens.shape[1])
+            session.scores.append((logprobs[i, :entries], ids[i, :entries]))
             session.run += length
             self.tokens_run += length
             self._ready.remove(session)
@@ -315,18 +268,13 @@ class ScoringEngine:
         session.request, session.scores = None, []
         return scored
 
-    def _bucket(self, session: _Session) -> int:
-        """The shortest length that holds its next piece."""
-        return next((b for b in self._buckets if b >= session.left), self._buckets[-1])
+    def _accept(self, session: _Session, request: ScoreRequest) -> None:
+        # A copy: the caller may reuse its buffer.
+        session.tokens = np.array(request.tokens, np.int32)
 
     def _check_request(self, session: _Session, request: ScoreRequest) -> None:
         name, tokens = request.session, np.asarray(request.tokens)
         positions, known = np.asarray(request.positions), len(session.tokens)
-        if session.request is not None:
-            raise ValueError(
-                f"session {name!r} was given a turn while one is being scored; wait "
-                "for its scores or release it"
-            )
         if tokens.ndim != 1 or len(tokens) > self.context_tokens:
             raise ValueError(
                 f"session {name!r} has tokens of shape {tokens.shape}; expected one "
@@ -371,14 +319,14 @@ def _rows(sessions: list[_Session], bucket: int, most: int) -> Rows:
         rows.slot[i], rows.start[i] = session.slot, start
         positions = np.asarray(session.request.positions)
         # Token t predicts position t + 1.
-        asked = positions[(positions > start) & (positions <= start + length)]
-        rows.source[i, : len(asked)] = asked - 1 - start
-        rows.target[i, : len(asked)] = session.tokens[asked]
-        rows.asked[i] = len(asked)
+        inside = positions[(positions > start) & (positions <= start + length)]
+        rows.source[i, : len(inside)] = inside - 1 - start
+        rows.target[i, : len(inside)] = session.tokens[inside]
+        rows.entries[i] = len(inside)
     return rows
 
 
-def _check(model, kind, top_k, width, sessions, context_tokens, buckets):
+def _check(model, kind, top_k, width):
     if not 1 <= width <= model.vocab_size:
         raise ConfigError(
             f"width={width} ids to score with a teacher of {model.vocab_size}; give "
@@ -389,11 +337,3 @@ def _check(model, kind, top_k, width, sessions, context_tokens, buckets):
             f"top_k={top_k} of {width} ids; give at least 1 and fewer than all, or "
             "score kind 'full'"
         )
-    if sessions < 1 or context_tokens < 2:
-        raise ConfigError(
-            f"sessions={sessions} and context_tokens={context_tokens}; a teacher needs "
-            "a session, and 2 tokens in it to score one"
-        )
-    buckets = tuple(buckets)
-    if not buckets or buckets[0] < 1 or sorted(set(buckets)) != list(buckets):
-        raise ConfigError(f"buckets={buckets}; give ascending positive lengths")
