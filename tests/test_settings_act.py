@@ -14,14 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny_models
 from jax.sharding import NamedSharding, PartitionSpec
 
 from thundersync_jax import flags, train
 from thundersync_jax.chat.byte_level import ByteLevel
 from thundersync_jax.config import Config, ModelConfig, OptimConfig
 from thundersync_jax.config.model_folder import RopeScaling
-from thundersync_jax.models import transformer
+from thundersync_jax.models import base
 from thundersync_jax.run import state, warm_start
 from thundersync_jax.run.heldout import Evaluation
 from thundersync_jax.stream.mesh import make_mesh
@@ -31,6 +30,7 @@ pytestmark = pytest.mark.usefixtures("quick_programs")
 MODEL = ModelConfig(layers=1, width=16, mlp_width=32, heads=2, kv_heads=2, head_dim=8)
 # For every setting another value.
 OTHER_MODEL = {
+    "factory": "gru_model:make",
     "vocab_size": 272,
     "layers": 2,
     "width": 24,
@@ -65,13 +65,12 @@ START = np.float32([2.0, -1.0])
 @functools.cache
 def program(config):
     """What a model computes, as text, and the constants in it."""
-    params = jax.eval_shape(
-        lambda key: transformer.init(config, key), jax.random.key(0)
-    )
+    model = base.build(config)
+    params = jax.eval_shape(model.init, jax.random.key(0))
     tokens = jax.ShapeDtypeStruct((12,), jnp.int32)
 
     def logprobs(params, tokens):
-        return tiny_models.logprobs(config, params, tokens, 1.0)
+        return base.logprobs(model, params, tokens, 1.0)
 
     computed = jax.make_jaxpr(logprobs)(params, tokens)
     return f"{computed}\n{computed.consts}"
