@@ -176,7 +176,7 @@ class Saved:
         pass
 
 
-def supervised_update(config, optimizer, like):
+def supervised_update(model, optimizer, like):
     """Another loss in place of the model's, which takes seconds to compile."""
 
     def update(now, batch):
@@ -209,6 +209,7 @@ def warmed(monkeypatch, **changes):
     monkeypatch.setattr(warm_start, "supervised_update", supervised_update)
     run = types.SimpleNamespace(
         config=config,
+        model=None,
         tasks=echo_task.tasks(),
         chat=ByteLevel(),
         publish=lambda params, version: None,
