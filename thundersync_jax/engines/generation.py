@@ -1,7 +1,7 @@
 """The sampler's compiled programs: prefill segments, copy slots, decode turns.
 
 Pure functions of parameters, cache and small host arrays. Which session sits in which
-slot, and what a turn is, `decode` knows.
+slot, and what a turn is, `in_process` knows.
 """
 
 import functools
@@ -79,7 +79,7 @@ def decode(model, steps, block_rows, params, cache, rows):
 
     Args:
       model: The policy; static.
-      steps: Static.
+      steps: Tokens per slot; static.
       block_rows: Rows computed together; static. A row's bits depend on this number,
         and on no other row.
       params: As `decode_params` returns them.

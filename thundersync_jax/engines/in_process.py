@@ -1,4 +1,4 @@
-"""The in-process sampler: a KV cache, decode slots, and three compiled programs.
+"""The in-process sampler: a cache, decode slots, and three compiled programs.
 
 What a turn's ids depend on is its session's ids, the request and the parameters, bit
 for bit on CPU. Three rules make it so: turns are decoded in blocks of one size, over
@@ -56,15 +56,15 @@ class InProcessEngine(SlotEngine):
 
         Args:
           model: The policy.
-          params: Its parameters; copied.
+          params: Parameters of the policy; copied.
           slots: Sessions that are held at a time.
           context_tokens: Longest sequence of a session.
           steps_per_call: Tokens per slot and `step`.
           prefill_buckets: Ascending lengths to which pieces are padded; what is longer
             than the last goes in pieces of it.
           device_or_sharding: Where the sampler lives; None is jax's default device.
-          policy_version: Of `params`.
-          twin: As for `update`.
+          policy_version: Optimizer updates behind `params`.
+          twin: An engine of the same model and parameters, whose copy is used.
         """
         super().__init__(
             _Session, slots, context_tokens, prefill_buckets, device_or_sharding
@@ -107,8 +107,8 @@ class InProcessEngine(SlotEngine):
         """Takes a copy of new parameters.
 
         Args:
-          params: Of the engine's model.
-          policy_version: Of `params`.
+          params: Parameters of the policy.
+          policy_version: Optimizer updates behind `params`.
           twin: An engine of the same model that has taken them. Its copy is used, and
             shared where both engines are on CPU devices.
 
@@ -328,7 +328,7 @@ class EngineGroup:
 
     @property
     def policy_version(self) -> int:
-        """Of the parameters."""
+        """Optimizer updates behind the parameters."""
         return self._engines[0].policy_version
 
     @property
@@ -370,13 +370,14 @@ class EngineGroup:
 def make(
     places: Sequence[Any], model: Model, params: Params, slots: int, **settings: Any
 ) -> InProcessEngine | EngineGroup:
-    """The sampler of some devices, with so many slots in all.
+    """One sampler over some devices: an engine, or a group of them.
 
     Args:
       places: Devices or shardings, one for each engine.
-      model, params: As for `InProcessEngine`.
-      slots: A multiple of the number of places.
-      **settings: The others of `InProcessEngine`.
+      model: The policy.
+      params: Parameters of the policy; copied.
+      slots: Sessions in all, a multiple of the number of places.
+      **settings: Further arguments of `InProcessEngine`.
     """
     engine = functools.partial(
         InProcessEngine, model, params, slots // len(places), **settings

@@ -25,14 +25,14 @@ Kind = Literal["sampled", "top_k", "full"]
 
 
 class Readout(NamedTuple):
-    """What is told of a distribution; static."""
+    """Which numbers of a distribution are the score; static."""
 
     kind: Kind
     top_k: int
     width: int  # ids that count, from the first
 
     def of(self, logprobs: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """From log-probabilities [C, width] what is told: those [C, K], and ids."""
+        """Log-probabilities [C, width] to the score's [C, K], and likeliest ids."""
         if self.kind == "top_k":
             return jax.lax.top_k(logprobs, self.top_k)
         ids = target[:, None]
@@ -41,7 +41,7 @@ class Readout(NamedTuple):
         return logprobs, ids[:, :0]
 
     def empty(self, *shape: int) -> tuple[jax.Array, jax.Array]:
-        """Zeros for so many positions of it."""
+        """Zeros for positions of this shape: log-probabilities and ids."""
         entries = {"sampled": 1, "top_k": self.top_k, "full": self.width}[self.kind]
         ids = self.top_k if self.kind == "top_k" else 0
         return (
@@ -68,11 +68,11 @@ def score(model, readout, params, cache, rows, temperature):
 
     Args:
       model: The teacher; static.
-      readout: Static.
+      readout: Which numbers are the score; static.
       params: As `Model.cast` returns them.
       cache: `Kept` of every session, which lie before the axis of the tokens; donated.
-      rows: `Rows`.
-      temperature: float32[].
+      rows: Pieces, one a row.
+      temperature: float32[], logits are divided by it.
 
     Returns:
       The cache, log-probabilities float32[R, bucket, K], and the ids of kind "top_k",
@@ -103,8 +103,8 @@ def score(model, readout, params, cache, rows, temperature):
             cache,
             new,
         )
-        told = _read(model, readout, params, hidden, row, temperature)
-        return cache, *(x.at[i].set(y) for x, y in zip(scores, told, strict=True))
+        read = _read(model, readout, params, hidden, row, temperature)
+        return cache, *(x.at[i].set(y) for x, y in zip(scores, read, strict=True))
 
     scores = readout.empty(*rows.tokens.shape)
     return jax.lax.fori_loop(0, rows.count, run, (cache, *scores))
@@ -130,10 +130,10 @@ def _read(model, readout, params, hidden, row, temperature):
             for x in (row.source, row.target)
         )
         logprobs = jax.vmap(normalise)(project(hidden[source]))
-        told = readout.of(logprobs, target)
+        read = readout.of(logprobs, target)
         return tuple(
             jax.lax.dynamic_update_slice_in_dim(x, y.astype(x.dtype), start, 0)
-            for x, y in zip(scores, told, strict=True)
+            for x, y in zip(scores, read, strict=True)
         )
 
     chunks = (row.entries + chunk - 1) // chunk
@@ -185,14 +185,14 @@ class ScoringEngine(SlotEngine):
 
         Args:
           model: The teacher.
-          params: Its parameters; copied, and never changed.
-          kind: What is told per position: the log-probability of the token itself, the
+          params: Parameters of the teacher; copied, and never changed.
+          kind: The score of a position: the log-probability of the token itself, the
             `top_k` likeliest ids with theirs, or the full distribution.
           top_k: K of kind "top_k", below `width`.
           width: The first ids, over which distributions are renormalised: the smaller
             of the student's and the teacher's vocabulary. Rows behind it are padding.
           temperature: Logits are divided by it; that of the rollout.
-          sessions: How many are held at a time.
+          sessions: Sessions that are held at a time.
           context_tokens: Longest sequence of a session.
           buckets: Ascending lengths to which pieces are padded; what is longer than the
             last goes in pieces of it.
