@@ -38,84 +38,6 @@ class LayerCache(NamedTuple):
     values: jax.Array  # [slots, KV, S, H], compute dtype
 
 
-@dataclasses.dataclass(frozen=True)
-class Transformer:
-    """The decoder of a config as a `Model`."""
-
-    config: ModelConfig
-    token_axis: ClassVar[int] = 1  # of `KeyValues`
-
-    @property
-    def vocab_size(self) -> int:
-        """Rows of the embedding."""
-        return self.config.vocab_size
-
-    @property
-    def chunk_tokens(self) -> int:
-        """Tokens whose logits exist at a time."""
-        return self.config.logprob_chunk_tokens
-
-    def init(self, key: jax.Array) -> Params:
-        """`init` of the config."""
-        return init(self.config, key)
-
-    def axes(self) -> Params:
-        """`logical_axes` of the config."""
-        return logical_axes(self.config)
-
-    def empty(self, slots: int) -> tuple[KeyValues, jax.Array]:
-        """Keys and values [L, slots, KV, H], and a hidden vector [D]."""
-        config, dtype = self.config, compute_dtype(self.config)
-        shape = config.layers, slots, config.kv_heads, config.head_dim
-        kept = KeyValues(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
-        return kept, jnp.zeros(config.width, dtype)
-
-    def segment(
-        self,
-        params: Params,
-        tokens: jax.Array,
-        kept: KeyValues | None = None,
-        start: jax.Array | None = None,
-    ) -> tuple[jax.Array, KeyValues]:
-        """`segment` of the config."""
-        return segment(self.config, params, tokens, kept, start)
-
-    def projection(self, params: Params) -> Callable[[jax.Array], jax.Array]:
-        """`projection` of the config."""
-        return projection(self.config, params)
-
-    def cast(self, params: Params) -> Params:
-        """`cast` of the config."""
-        return cast(self.config, params)
-
-    def decode_params(self, params: Params) -> Params:
-        """`unstacked` of the config."""
-        return unstacked(self.config, params)
-
-    def decode_cache(self, slots: int, tokens: int) -> tuple[LayerCache, ...]:
-        """Zeros, one `LayerCache` per layer."""
-        config = self.config
-        shape = slots, config.kv_heads, tokens, config.head_dim
-        zeros = np.zeros(shape, compute_dtype(config))
-        return (LayerCache(zeros, zeros),) * config.layers
-
-    def decode(
-        self,
-        params: Params,
-        cache: tuple[LayerCache, ...],
-        ids: jax.Array,
-        positions: jax.Array,
-    ) -> tuple[tuple[LayerCache, ...], jax.Array]:
-        """`decode` of the config."""
-        return decode(self.config, params, cache, ids, positions)
-
-    def decode_logits(self, params: Params, hidden: jax.Array) -> jax.Array:
-        """From x [R * T, D] behind the last layer."""
-        config = self.config
-        hidden = layers.rms_norm(hidden, params["final_norm"], config.norm_eps)
-        return logits(config, head_weights(params), hidden)
-
-
 # Logical axes of a layer's parameters, after the leading "layers".
 _LAYER_AXES = {
     "attention_norm": ("embed",),
@@ -182,6 +104,110 @@ class Decoder(nnx.Module):
         self.final_norm = _constant(config, (config.width,), ("embed",), 1)
         if not config.tied_embeddings:
             self.unembed = _weight(config, rngs, shape, axes, config.width**-0.5)
+
+
+@dataclasses.dataclass(frozen=True)
+class Transformer:
+    """The decoder of a config as a `Model`."""
+
+    config: ModelConfig
+    token_axis: ClassVar[int] = 1  # of `KeyValues`
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding."""
+        return self.config.vocab_size
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens whose logits exist at a time."""
+        return self.config.logprob_chunk_tokens
+
+    def init(self, key: jax.Array) -> Params:
+        """`init` of the config."""
+        return init(self.config, key)
+
+    def axes(self) -> Params:
+        """`logical_axes` of the config."""
+        return logical_axes(self.config)
+
+    def empty(self, slots: int) -> tuple[KeyValues, jax.Array]:
+        """Keys and values [L, slots, KV, H], and a hidden vector [D]."""
+        config, dtype = self.config, compute_dtype(self.config)
+        shape = config.layers, slots, config.kv_heads, config.head_dim
+        kept = KeyValues(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+        return kept, jnp.zeros(config.width, dtype)
+
+    def segment(
+        self,
+        params: Params,
+        tokens: jax.Array,
+        kept: KeyValues | None = None,
+        start: jax.Array | None = None,
+    ) -> tuple[jax.Array, KeyValues]:
+        """`segment` of the config."""
+        return segment(self.config, params, tokens, kept, start)
+
+    def projection(self, params: Params) -> Callable[[jax.Array], jax.Array]:
+        """`projection` of the config."""
+        return projection(self.config, params)
+
+    def cast(self, params: Params) -> Params:
+        """`cast` of the config."""
+        return cast(self.config, params)
+
+    def decode_params(self, params: Params) -> Params:
+        """Parameters in the compute dtype, as a loop over decode steps reads them.
+
+        The layers' are a list, and `output` has the head axis second, which is the
+        order that einsum sums in: no slices and no transposed copies in every step.
+        """
+        params = cast(self.config, params)
+        unstacked = [{} for _ in range(self.config.layers)]
+        for name, stacked in params["layers"].items():
+            for weights, x in zip(unstacked, stacked, strict=True):
+                weights[name] = jnp.swapaxes(x, 0, 1) if name == "output" else x
+        return params | {"layers": unstacked}
+
+    def decode_cache(self, slots: int, tokens: int) -> tuple[LayerCache, ...]:
+        """Zeros, one `LayerCache` per layer."""
+        config = self.config
+        shape = slots, config.kv_heads, tokens, config.head_dim
+        zeros = np.zeros(shape, compute_dtype(config))
+        return (LayerCache(zeros, zeros),) * config.layers
+
+    def decode(
+        self,
+        params: Params,
+        cache: tuple[LayerCache, ...],
+        ids: jax.Array,
+        positions: jax.Array,
+    ) -> tuple[tuple[LayerCache, ...], jax.Array]:
+        """A token reads keys up to its own position. Returns x [R * T, D] too."""
+        config, written = self.config, []
+        rows = jnp.arange(ids.shape[0])[:, None]
+        attend = jax.vmap(layers.attention, in_axes=(0, 0, 0, 0, None, None))
+        x = jnp.take(params["embed"], ids.reshape(-1), axis=0)
+        for weights, old in zip(params["layers"], cache, strict=True):
+            weights = weights | {"output": jnp.swapaxes(weights["output"], 0, 1)}
+            inputs = attention_inputs(config, weights, x, positions.reshape(-1))
+            query, *new = (y.reshape(*ids.shape, *y.shape[1:]) for y in inputs)
+            keys, values = (
+                cached.at[rows, :, positions].set(y, mode="drop", unique_indices=True)
+                for cached, y in zip(old, new, strict=True)
+            )
+            precision = config.matmul_precision
+            mixed = attend(query, keys, values, positions, None, precision)
+            mixed = mixed.reshape(-1, *mixed.shape[2:])
+            x = add_layer_outputs(config, weights, x, mixed)
+            written.append(LayerCache(keys, values))
+        return tuple(written), x
+
+    def decode_logits(self, params: Params, hidden: jax.Array) -> jax.Array:
+        """From x [R * T, D] behind the last layer."""
+        config = self.config
+        hidden = layers.rms_norm(hidden, params["final_norm"], config.norm_eps)
+        return logits(config, head_weights(params), hidden)
 
 
 def init(config: ModelConfig, key: jax.Array) -> Params:
@@ -367,60 +393,6 @@ def add_layer_outputs(
         normed, weights["gate"], weights["up"], weights["down"], precision
     )
     return layers.constrain(x, "tokens", None)
-
-
-def unstacked(config: ModelConfig, params: Params) -> Params:
-    """Parameters in the compute dtype, as a loop over decode steps reads them.
-
-    The layers' are a list, and `output` has the head axis second, which is the order
-    that einsum sums in: no slices and no transposed copies in every step.
-    """
-    params = cast(config, params)
-    each = [{} for _ in range(config.layers)]
-    for name, stacked in params["layers"].items():
-        for weights, x in zip(each, stacked, strict=True):
-            weights[name] = jnp.swapaxes(x, 0, 1) if name == "output" else x
-    return params | {"layers": each}
-
-
-def decode(
-    config: ModelConfig,
-    params: Params,
-    cache: tuple[LayerCache, ...],
-    ids: jax.Array,
-    positions: jax.Array,
-) -> tuple[tuple[LayerCache, ...], jax.Array]:
-    """Runs a few tokens of R sequences behind what their rows of the cache hold.
-
-    Args:
-      config: The model.
-      params: As `unstacked` returns them.
-      cache: Per layer, rows [R, KV, S, H].
-      ids: int32[R, T].
-      positions: int32[R, T]. A token reads keys up to its own position.
-
-    Returns:
-      The cache with the tokens' keys and values, and x [R * T, D] behind the last
-      layer.
-    """
-    rows = jnp.arange(ids.shape[0])[:, None]
-    attend = jax.vmap(layers.attention, in_axes=(0, 0, 0, 0, None, None))
-    x = jnp.take(params["embed"], ids.reshape(-1), axis=0)
-    written = []
-    for weights, old in zip(params["layers"], cache, strict=True):
-        weights = weights | {"output": jnp.swapaxes(weights["output"], 0, 1)}
-        inputs = attention_inputs(config, weights, x, positions.reshape(-1))
-        query, *new = (y.reshape(*ids.shape, *y.shape[1:]) for y in inputs)
-        keys, values = (
-            cached.at[rows, :, positions].set(y, mode="drop", unique_indices=True)
-            for cached, y in zip(old, new, strict=True)
-        )
-        precision = config.matmul_precision
-        mixed = attend(query, keys, values, positions, None, precision)
-        mixed = mixed.reshape(-1, *mixed.shape[2:])
-        x = add_layer_outputs(config, weights, x, mixed)
-        written.append(LayerCache(keys, values))
-    return tuple(written), x
 
 
 def _gathered(name):
