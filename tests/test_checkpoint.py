@@ -108,6 +108,20 @@ def test_shapes_without_a_sharding_are_restored_to_the_first_device(tmp_path):
     assert sha256(restored) == sha256(state)
 
 
+def test_parameters_are_restored_whatever_optimizer_made_them(tmp_path):
+    state = trained(jax.devices()[:1])
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(1, state, {"version": 3})
+        like = {"params": shapes_on(jax.devices()[:4], state.params)}
+        saved, facts = checkpoints.restore(1, like, part=True)
+        assert facts == {"version": 3} and saved.keys() == {"params"}
+        assert sha256(saved["params"]) == sha256(state.params)
+        with pytest.raises(ConfigError, match="params"):
+            checkpoints.restore(1, {"params": {"w": like["params"]["w"]}}, part=True)
+        with pytest.raises(ConfigError, match="opt_state"):
+            checkpoints.restore(1, like)
+
+
 def test_an_array_free_to_move_stays_free(tmp_path):
     tree = {"count": jnp.zeros((), jnp.int32) + 7}
     other = jax.device_put(jnp.ones(()), jax.devices()[3])
@@ -213,7 +227,7 @@ def test_looking_into_an_empty_place_leaves_nothing_there(tmp_path):
 KILLED_WHILE_SAVING = """
     import os, pathlib, signal, sys
     import jax, jax.numpy as jnp
-    from thundersync_jax.checkpoint import Checkpoints
+    from thundersync_jax.run.checkpoint import Checkpoints
 
     folder = pathlib.Path(sys.argv[1])
     checkpoints = Checkpoints(folder, keep=1)

@@ -13,6 +13,7 @@ import echo_task
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -20,7 +21,8 @@ from thundersync_jax import flags, train
 from thundersync_jax.chat.byte_level import ByteLevel
 from thundersync_jax.config import Config, ModelConfig, OptimConfig
 from thundersync_jax.config.model_folder import RopeScaling
-from thundersync_jax.models import base
+from thundersync_jax.errors import ConfigError
+from thundersync_jax.models import base, transformer
 from thundersync_jax.run import state, warm_start
 from thundersync_jax.run.heldout import Evaluation
 from thundersync_jax.stream.mesh import make_mesh
@@ -48,10 +50,23 @@ OTHER_MODEL = {
     "logprob_chunk_tokens": 4,
     "matmul_precision": "default",
 }
-OPTIM = OptimConfig(0.1, warmup_steps=2, weight_decay=0.3, b1=0.8, b2=0.7, clip_norm=1)
+OPTIM = OptimConfig(
+    0.1,
+    warmup_steps=1,
+    weight_decay=0.3,
+    b1=0.8,
+    b2=0.7,
+    clip_norm=1,
+    schedule="linear",
+    decay_steps=4,
+)
 OTHER_OPTIM = {
     "learning_rate": 0.2,
-    "warmup_steps": 3,
+    "warmup_steps": 2,
+    "schedule": "cosine",
+    "decay_steps": 3,
+    "floor": 0.5,
+    "factory": f"{__name__}:sign_descent",
     "weight_decay": 0.1,
     "b1": 0.5,
     "b2": 0.5,
@@ -127,28 +142,50 @@ def placed(x):
     return jax.device_put(jnp.asarray(x), NamedSharding(mesh, PartitionSpec()))
 
 
+def sign_descent(optim, schedule):
+    """An optimizer of one's own: optax's Lion without moments."""
+    return optax.sign_sgd(schedule)
+
+
 def updated(config):
-    """The parameters after three updates."""
+    """The parameters after three updates: a matrix, and the scale of a norm."""
     optimizer = state.make_optimizer(config)
-    now = state.init(optimizer, placed(START))
+    start = {"w": placed(START[None]), "norm": placed(START)}
+    now = state.init(optimizer, start)
     update = state.Update(optimizer, config.clip_norm, now)
     for gradient in GRADIENTS:
-        now, _ = update(now, placed(gradient))
-    return np.asarray(now.params)
+        now, _ = update(now, {"w": placed(gradient[None]), "norm": placed(gradient)})
+    return np.stack([now.params["w"][0], now.params["norm"]])
+
+
+def rate(config, updates):
+    """Linear warm-up, then the schedule, in float64."""
+    if updates < config.warmup_steps:
+        return config.learning_rate * (updates + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return config.learning_rate
+    p = (updates - config.warmup_steps) / (config.decay_steps - config.warmup_steps)
+    left = {"linear": 1 - p, "cosine": np.cos(np.pi * p) / 2 + 0.5}[config.schedule]
+    return config.learning_rate * (config.floor + (1 - config.floor) * left)
 
 
 def written_out(config):
     """AdamW of Loshchilov and Hutter (arXiv 1711.05101), algorithm 2, in float64."""
-    w, m, v = START.astype(np.float64), np.zeros(2), np.zeros(2)
+    w = np.stack([START, START]).astype(np.float64)
+    m, v = np.zeros_like(w), np.zeros_like(w)
+    decay = config.weight_decay * np.array([[1.0], [0.0]])
     for step, gradient in enumerate(GRADIENTS.astype(np.float64), start=1):
+        gradient = np.stack([gradient, gradient])
         if config.clip_norm is not None:
             gradient = gradient * min(1, config.clip_norm / np.linalg.norm(gradient))
+        if config.factory is not None:
+            w = w - rate(config, step - 1) * np.sign(gradient)
+            continue
         m = config.b1 * m + (1 - config.b1) * gradient
         v = config.b2 * v + (1 - config.b2) * gradient**2
         ratio = m / (1 - config.b1**step)
         ratio /= np.sqrt(v / (1 - config.b2**step)) + 1e-8
-        rate = config.learning_rate * min(1, step / max(config.warmup_steps, 1))
-        w = w - rate * (ratio + config.weight_decay * w)
+        w = w - rate(config, step - 1) * (ratio + decay * w)
     return w
 
 
@@ -158,6 +195,56 @@ def test_every_setting_of_the_optimizer_acts_as_its_equation_says(name):
     changed = dataclasses.replace(OPTIM, **{name: OTHER_OPTIM[name]})
     np.testing.assert_allclose(updated(changed), written_out(changed), rtol=1e-5)
     assert np.max(np.abs(written_out(changed) - written_out(OPTIM))) > 1e-3
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_a_schedule_ends_at_its_floor_and_stays(schedule):
+    fall = {} if schedule == "constant" else {"decay_steps": 8, "floor": 0.25}
+    config = OptimConfig(0.5, warmup_steps=2, schedule=schedule, **fall)
+    rates = [float(state.learning_rate(config, updates)) for updates in range(12)]
+    wanted = [rate(config, min(updates, 8)) for updates in range(12)]
+    np.testing.assert_allclose(rates, wanted, rtol=1e-6)
+    assert rates[1] == rates[2] == 0.5
+    assert rates[8] == rates[11] == (0.5 if schedule == "constant" else 0.125)
+
+
+def test_matrices_decay_and_norms_and_biases_do_not():
+    config = dataclasses.replace(MODEL, qk_norm=True, attention_bias=True)
+    params = jax.eval_shape(
+        lambda key: transformer.init(config, key), jax.random.key(0)
+    )
+    decays = jax.tree_util.tree_leaves_with_path(state.decays(params))
+    names = {path[-1].key: decay for path, decay in decays}
+    matrices = {"embed", "query", "key", "value", "output", "gate", "up", "down"}
+    assert {name for name, decay in names.items() if decay} == matrices
+    others = {"query_bias", "key_bias", "value_bias", "query_norm", "key_norm"}
+    assert others | {"attention_norm", "mlp_norm", "final_norm"} == names.keys() - (
+        matrices
+    )
+
+
+def no_optimizer(optim, schedule):
+    return "adam"
+
+
+def test_an_optimizer_is_named_made_or_given_and_nothing_else():
+    config = OptimConfig(0.1, clip_norm=None)
+    for given in (optax.sgd(0.1), lambda optim, schedule: optax.sgd(schedule)):
+        optimizer = state.make_optimizer(config, given)
+        updates, _ = optimizer.update(START, optimizer.init(START))
+        np.testing.assert_allclose(updates, -0.1 * START)
+    for name, message in (
+        (f"{__name__}:no_optimizer", "gives 'adam'; expected an optax"),
+        (f"{__name__}:placed", r"called as placed\(optim, schedule\)"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            state.make_optimizer(dataclasses.replace(config, factory=name))
+    with pytest.raises(ConfigError, match=r"optim\.factory is 'sgd', expected an"):
+        OptimConfig(factory="sgd")
+    with pytest.raises(ConfigError, match=r"decay_steps is None .* more updates"):
+        OptimConfig(schedule="cosine")
+    with pytest.raises(ConfigError, match=r"floor is 0\.5 with optim\.schedule"):
+        OptimConfig(floor=0.5)
 
 
 class Saved:

@@ -23,7 +23,7 @@ from thundersync_jax.flags import Flag
 from thundersync_jax.flags import run as run_command
 from thundersync_jax.hf import weights
 from thundersync_jax.models.transformer import Transformer
-from thundersync_jax.run import placement, state
+from thundersync_jax.run import placement
 
 
 def export(
@@ -81,8 +81,7 @@ def export(
     params = placement.initializer(config, Transformer(model), devices)()
     step = 0
     if not initial:
-        like = state.init(state.make_optimizer(config.optim), params)
-        found = placement.newest(workdir, like)
+        found = placement.newest(workdir, params)
         if found is None:
             raise ConfigError(
                 f"{workdir} holds no policy; train one first, or give --initial for "

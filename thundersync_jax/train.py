@@ -50,6 +50,7 @@ def train(
     surrogate: policy_term.Factory | None = None,
     estimator: Estimator | Callable[..., Estimator] | None = None,
     model: ModelFactory | None = None,
+    optimizer: state.Optimizer | state.Factory | None = None,
     sinks: Sequence[Sink] = (),
 ) -> dict[str, Any]:
     """Runs a config to its end in a work directory, from wherever it was.
@@ -62,6 +63,8 @@ def train(
       estimator: The advantage, or a function of the `LossConfig` that returns it, in
         place of `loss.advantage`.
       model: Makes the policy, in place of `config.model.factory`.
+      optimizer: An optax transformation, or a function as `optim.factory` names it, in
+        place of AdamW.
       sinks: Loggers beside metrics.jsonl, called as sink(step, scalars).
 
     Returns:
@@ -84,6 +87,7 @@ def train(
             surrogate=surrogate,
             estimator=estimator,
             model=model,
+            optimizer=optimizer,
         ) as run,
         Checkpoints(workdir / "warm_start", keep=2) as warm_checkpoints,
         Checkpoints(workdir / "checkpoints", config.checkpoint.keep) as checkpoints,

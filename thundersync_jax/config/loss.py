@@ -20,6 +20,7 @@ REWARDED = (
     *("mean_std", "mean_only", "leave_one_out", "leave_one_out_std"),
     *("batch_mean_std", "pass_at_k", "fixed_baseline", "tracked_baseline"),
 )
+RateSchedule = Literal["constant", "linear", "cosine"]
 KLEstimator = Literal["k1", "k2", "k3"]
 TurnCredit = Literal["none", "environment"]
 Distill = Literal[
@@ -30,19 +31,39 @@ DISTILL: tuple[str, ...] = get_args(Distill)[1:]
 
 @dataclasses.dataclass(frozen=True)
 class OptimConfig:
-    """AdamW, once per step."""
+    """AdamW or your own, once per step."""
 
     learning_rate: float = 1e-3  # after the warm-up; 0 leaves the policy as it is
-    warmup_steps: int = 0  # steps of linear warm-up from 0
-    weight_decay: float = 0.0  # decoupled, per unit of learning rate
+    warmup_steps: int = 0  # updates of linear warm-up from 0
+    weight_decay: float = 0.0  # per unit of learning rate; not of norms and biases
     b1: float = 0.9  # decay of the first moment
     b2: float = 0.95  # decay of the second moment
     clip_norm: float | None = 1.0  # largest global gradient norm; none: no clipping
+    schedule: RateSchedule = "constant"  # of the rate after the warm-up
+    decay_steps: int | None = None  # updates until the floor, the warm-up's included
+    floor: float = 0.0  # share of learning_rate that linear and cosine end at
+    factory: str | None = (
+        None  # module:function of an optax transformation; none: AdamW
+    )
 
     def __post_init__(self):
         check_types(self, "optim.")
         at_least_zero(self, "optim.", ["learning_rate", "warmup_steps"])
         at_least_zero(self, "optim.", ["weight_decay"])
+        share(self, "optim.", ["floor"])
+        falling = ("linear", "cosine")
+        effective(self, "optim.", ["decay_steps", "floor"], "schedule", falling)
+        decay_steps = self.decay_steps or 0
+        require(
+            self.schedule == "constant" or decay_steps > self.warmup_steps,
+            f"optim.decay_steps is {self.decay_steps} with optim.schedule "
+            f"{self.schedule!r} and optim.warmup_steps {self.warmup_steps}",
+            "more updates than the warm-up has: a resume may raise `steps`, and the "
+            "rates of steps before must not change",
+            "Set optim.decay_steps, usually to steps.",
+        )
+        if self.factory is not None:
+            dotted.check("optim.factory", self.factory)
         for name in ("b1", "b2"):
             value = getattr(self, name)
             require(
@@ -74,7 +95,6 @@ class LossConfig:
 
     aggregation: Aggregation = "sequence_mean"  # over tokens; docs/losses.md: numbers
     constant: float | None = None  # the divisor of aggregation "constant", in tokens
-    surrogate: str = "policy_gradient"  # or module:factory of your own, from LossConfig
     advantage: str = "mean_std"  # of rewards, or module:estimator; none: no rewards
     distill: Distill = "none"  # divergence to a teacher per sampled token
     distill_coef: float = 1.0  # its weight beside the advantages
@@ -91,6 +111,7 @@ class LossConfig:
     length_free_tokens: int = 0  # sampled tokens up to which a trajectory loses none
     importance_cap: float | None = None  # of learner over sampler per token; none: off
     turn_credit: TurnCredit = "none"  # a turn's own credit: refused, or as it is given
+    surrogate: str = "policy_gradient"  # or module:factory of your own, from LossConfig
 
     def __post_init__(self):
         check_types(self, "loss.")

@@ -95,13 +95,17 @@ class Checkpoints:
         assert saving is not None, "orbax skips a save while another one runs"
         self._saving = step, saving
 
-    def restore(self, step: int, like: Tree) -> tuple[Tree, dict[str, Any]]:
+    def restore(
+        self, step: int, like: Tree, part: bool = False
+    ) -> tuple[Tree, dict[str, Any]]:
         """Reads a checkpoint.
 
         Args:
           step: One of `steps()`.
           like: Arrays or `jax.ShapeDtypeStruct`s of the saved structure, shapes and
             dtypes. Their shardings may be others than the saved ones.
+          part: Whether `like` is a dict with some of the saved fields; the rest, such
+            as an optimizer's state, is not read.
 
         Returns:
           The saved values, laid out as `like` is: on its shardings (the first device
@@ -123,8 +127,14 @@ class Checkpoints:
             # What orbax finds where the file of the arrays, or of the facts, is torn.
             if not _by_path(saved.metadata) or saved.init_timestamp_nsecs is None:
                 raise ValueError("it lists no arrays, or no facts")
-            self._check_like(step, saved.metadata, like)
-            tree = self._orbax.load(step, jax.tree.map(_abstract, like))
+            there = saved.metadata
+            if part:
+                there = {name: there[name] for name in like if name in there}
+            self._check_like(step, there, like)
+            loading = v1.options.PyTreeOptions.Loading(partial_load=part)
+            options = v1.options.PyTreeOptions(loading=loading)
+            with v1.Context(pytree_options=options):
+                tree = self._orbax.load(step, jax.tree.map(_abstract, like))
         except ConfigError:
             raise
         except Exception as error:  # a damaged file fails wherever it is first missed

@@ -9,7 +9,7 @@ import numpy as np
 
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.rollout.events import Completed, Failed
-from thundersync_jax.run import placement, state
+from thundersync_jax.run import placement
 from thundersync_jax.run.run import Run
 from thundersync_jax.run.step import rollouts
 from thundersync_jax.types import Trajectory
@@ -102,8 +102,7 @@ def heldout(
 def newest_policy(run: Run) -> tuple[int, Any]:
     """Returns the step and the parameters of the newest checkpoint; step 0 is the warm
     start's."""
-    like = state.init(run.optimizer, run.initial_params())
-    found = placement.newest(run.workdir, like)
+    found = placement.newest(run.workdir, run.initial_params())
     if found is not None:
         return found
     raise ConfigError(

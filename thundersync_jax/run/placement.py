@@ -17,7 +17,6 @@ from thundersync_jax.hf import weights
 from thundersync_jax.models import layers
 from thundersync_jax.models.base import Model
 from thundersync_jax.ops.advantages import Estimator
-from thundersync_jax.run import state
 from thundersync_jax.run.checkpoint import Checkpoints
 from thundersync_jax.stream import mesh, sums
 from thundersync_jax.stream.mesh import make_mesh
@@ -110,12 +109,12 @@ def initializer(config: Config, model: Model, devices: Mesh) -> Callable[[], Tre
     return functools.partial(jax.jit(model.init, out_shardings=shardings), key)
 
 
-def newest(workdir: str | Path, like: state.State) -> tuple[int, Tree] | None:
+def newest(workdir: str | Path, like: Tree) -> tuple[int, Tree] | None:
     """The newest policy of a work directory, None where there is none.
 
     Args:
-      workdir: Of a training run.
-      like: Shapes and layout of what it saved.
+      workdir: A training run's work directory.
+      like: Parameters with the shapes and the layout that are wanted.
 
     Returns:
       The step, 0 for the warm start's policy, and the parameters.
@@ -124,8 +123,8 @@ def newest(workdir: str | Path, like: state.State) -> tuple[int, Tree] | None:
         with Checkpoints(Path(workdir) / folder) as checkpoints:
             step = checkpoints.latest()
             if step is not None:
-                saved, _ = checkpoints.restore(step, like)
-                return (step if folder == "checkpoints" else 0), saved.params
+                saved, _ = checkpoints.restore(step, {"params": like}, part=True)
+                return (step if folder == "checkpoints" else 0), saved["params"]
     return None
 
 

@@ -65,6 +65,8 @@ class Run:
       estimator: The advantage, or a function of the `LossConfig` that returns it, in
         place of `loss.advantage`.
       model: Makes the policy, in place of `config.model.factory`.
+      optimizer: An optax transformation, or a function as `optim.factory` names it, in
+        place of AdamW.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Run:
         surrogate: policy_term.Factory | None = None,
         estimator: Estimator | Callable[..., Estimator] | None = None,
         model: ModelFactory | None = None,
+        optimizer: state.Optimizer | state.Factory | None = None,
     ):
         self.config = config = resumed(workdir, config) if owner else config
         self.latency_scale = 1.0
@@ -90,6 +93,7 @@ class Run:
         self.tasks, self.chat = run_tasks.prepared(factory, config)
         self.estimator = objective.estimator(config.loss, estimator)
         self._term = policy_term.load(config.loss, surrogate)
+        self.optimizer = state.make_optimizer(config.optim, optimizer)
         self._held = contextlib.ExitStack()
         try:
             self._build(config, workdir, owner, model)
@@ -113,7 +117,6 @@ class Run:
         self.model = models.build(config.model, model)
         self.placement = placement.place(config)
         remote = self._connected()
-        self.optimizer = state.make_optimizer(config.optim)
         self.teacher = teaching.load(config, self.chat.vocabulary(), self.on_line)
         width = teaching.width(config, self.teacher)
         self.samples = Samples(config, width, self._prompt_ids)
@@ -220,9 +223,9 @@ class Run:
         compared = objective.with_reference(config.loss, self._term)
         if compared and self._reference is None:
             raise ValueError(
-                f"the loss needs a reference policy and loss.kl_coef is "
-                f"{config.loss.kl_coef} while there is none; call warm_start, or "
-                "set_reference with its parameters"
+                f"loss.kl_coef is {config.loss.kl_coef} and the loss compares with a "
+                "reference policy, expected its parameters; call warm_start, or "
+                "set_reference with them"
             )
         release = release or config.release
         common = {

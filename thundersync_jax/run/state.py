@@ -1,6 +1,7 @@
 """What one optimizer update changes, and the update."""
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -8,42 +9,106 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from thundersync_jax.config import OptimConfig
+from thundersync_jax.config import OptimConfig, dotted
+from thundersync_jax.errors import ConfigError
 
-Tree = Any
+Params = Any  # a tree of arrays
+Optimizer = optax.GradientTransformation
+Factory = Callable[[OptimConfig, Callable[[jax.Array], jax.Array]], Optimizer]
 
 
 class State(NamedTuple):
-    """Parameters (float32 masters) and the optimizer's moments, laid out alike."""
+    """Parameters (float32 masters) and the optimizer's state, laid out alike."""
 
-    params: Tree
-    opt_state: Tree
+    params: Params
+    opt_state: Any
 
 
-def make_optimizer(config: OptimConfig) -> optax.GradientTransformation:
-    """AdamW with linear warm-up, after clipping the gradient of the whole step.
+def make_optimizer(
+    config: OptimConfig, given: Optimizer | Factory | None = None
+) -> Optimizer:
+    """What a config names, after clipping the gradient of the whole step.
 
-    Clipping comes after the baseline has been applied: the gradient's pieces have no
-    norm of their own.
+    AdamW, or a transformation of the user's, whose state may be any tree. Clipping
+    comes after the baseline has been applied: the gradient's pieces have no norm of
+    their own. Matrices decay, norm scales and biases do not (`decays`).
+
+    Args:
+      config: The settings.
+      given: A transformation, or a function that makes one, in place of
+        `optim.factory`.
+
+    Raises:
+      ConfigError: What is named or given is no optax transformation.
     """
-    adamw = optax.adamw(
-        functools.partial(learning_rate, config),
-        b1=config.b1,
-        b2=config.b2,
-        weight_decay=config.weight_decay,
-    )
+    schedule = functools.partial(learning_rate, config)
+    if given is None and config.factory is not None:
+        given = dotted.load("optim.factory", config.factory, ["optim", "schedule"])
+    if isinstance(given, Optimizer):
+        optimizer = given
+    elif given is not None:
+        optimizer = given(config, schedule)
+        if not isinstance(optimizer, Optimizer):
+            raise ConfigError(
+                f"optim.factory is {config.factory!r}, which gives {optimizer!r:.60}; "
+                "expected an optax.GradientTransformation. Return it."
+            )
+    else:
+        # `optax.adamw` has this state too, but with a mask for the decay another one.
+        optimizer = optax.chain(
+            optax.scale_by_adam(b1=config.b1, b2=config.b2),
+            optax.stateless(functools.partial(_decayed, config.weight_decay)),
+            optax.scale_by_learning_rate(schedule),
+        )
     if config.clip_norm is None:
-        return adamw
-    return optax.chain(optax.clip_by_global_norm(config.clip_norm), adamw)
+        return optimizer
+    return optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer)
 
 
 def learning_rate(config: OptimConfig, updates: jax.Array | int) -> jax.Array:
-    """The rate of the update after so many: linear warm-up, then constant."""
+    """The rate of the update after so many: linear warm-up, then the schedule.
+
+        p = clip((updates - warmup_steps) / (decay_steps - warmup_steps), 0, 1)
+        linear: 1 - (1 - floor) p;  cosine: floor + (1 - floor) (1 + cos(pi p)) / 2
+
+    Both are shares of `optim.learning_rate`.
+    """
     warm = jnp.minimum((updates + 1) / max(config.warmup_steps, 1), 1.0)
-    return config.learning_rate * warm
+    rate = config.learning_rate * warm
+    if config.schedule == "constant":
+        return rate
+    start, end = config.warmup_steps, config.decay_steps
+    p = jnp.clip((updates - start) / (end - start), 0.0, 1.0)
+    if config.schedule == "cosine":
+        p = (1 - jnp.cos(jnp.pi * p)) / 2
+    return rate * (1 - (1 - config.floor) * p)
 
 
-def init(optimizer: optax.GradientTransformation, params: Tree) -> State:
+def decays(params: Params) -> Params:
+    """Which parameters weight decay acts on: bool for every array.
+
+    Not on vectors, nor on what has "norm" in its name or ends in "bias" or "scale":
+    layers are stacked, so that their norms and biases have two or three axes.
+    """
+
+    def leaf(path, x):
+        name = jax.tree_util.keystr(path, simple=True, separator="/").lower()
+        named = "norm" in name or name.endswith(("bias", "scale"))
+        return x.ndim > 1 and not named
+
+    return jax.tree.map_with_path(leaf, params)
+
+
+def _decayed(weight_decay: float, updates: Params, params: Params) -> Params:
+    return jax.tree.map(
+        lambda update, x, decay: update + weight_decay * x if decay else update,
+        updates,
+        params,
+        decays(params),
+    )
+
+
+def init(optimizer: Optimizer, params: Params) -> State:
     """The state before the first update; `params` must lie on a mesh."""
     mesh = jax.tree.leaves(params)[0].sharding.mesh
     whole = NamedSharding(mesh, PartitionSpec())
@@ -60,13 +125,13 @@ class Update:
 
     Args:
       optimizer: As `make_optimizer` returns it.
-      clip_norm: Its clipping, to report the norm after it.
-      like: A state; results are laid out like it.
+      clip_norm: The global norm it clips to, for the reported norm; None without.
+      like: A state as results are to be laid out.
     """
 
     def __init__(
         self,
-        optimizer: optax.GradientTransformation,
+        optimizer: Optimizer,
         clip_norm: float | None,
         like: State,
     ):
@@ -91,7 +156,7 @@ class Update:
         copy = jax.tree.map(jnp.copy, state)
         self._update(copy, jax.tree.map(jnp.zeros_like, state.params))
 
-    def __call__(self, state: State, gradient: Tree) -> tuple[State, jax.Array]:
+    def __call__(self, state: State, gradient: Params) -> tuple[State, jax.Array]:
         """Returns the new state and the gradient norm after clipping.
 
         `state` is donated.

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 
 from thundersync_jax.chat import tokenizer_files
-from thundersync_jax.config import Config, ModelConfig, OptimConfig
+from thundersync_jax.config import Config, ModelConfig
 from thundersync_jax.config import model as model_config
 from thundersync_jax.config.workdir import RESULT_FILE, VOCABULARY_FILE
 from thundersync_jax.engines.scoring import ScoringEngine
@@ -28,7 +28,6 @@ from thundersync_jax.errors import ConfigError
 from thundersync_jax.models import base
 from thundersync_jax.models.base import Model
 from thundersync_jax.rollout import teacher as rollout_teacher
-from thundersync_jax.run import state
 from thundersync_jax.run.checkpoint import Checkpoints
 
 Tree = Any
@@ -134,7 +133,6 @@ def _trained(
     try:
         saved = json.loads((workdir / "config.json").read_text(encoding="utf-8"))
         settings = model_config.from_dict(saved["model"])
-        optim = OptimConfig(**saved["optim"])
         words = json.loads((workdir / VOCABULARY_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
@@ -144,8 +142,9 @@ def _trained(
     model = base.build(settings)
     with Checkpoints(workdir / "checkpoints") as checkpoints:
         step = checkpoints.latest() or 0
-        saved, _ = checkpoints.restore(step, _like(model, optim))
-    params = jax.device_get(saved.params)
+        like = {"params": jax.eval_shape(model.init, jax.random.key(0))}
+        saved, _ = checkpoints.restore(step, like, part=True)
+    params = jax.device_get(saved["params"])
     return Teacher(model.vocab_size, str(workdir), model, params), words
 
 
@@ -186,10 +185,3 @@ def _make(config: Config, workdir: Path, on_line: Callable[[str], None]) -> None
             f"making the teacher ended with status {found.returncode}; its command was "
             f"python {' '.join(command)}. Look at what it printed above."
         )
-
-
-def _like(model: Model, optim: OptimConfig) -> state.State:
-    """The shapes of what a run of these settings saves."""
-    params = jax.eval_shape(model.init, jax.random.key(0))
-    optimizer = state.make_optimizer(optim)
-    return state.State(params, jax.eval_shape(optimizer.init, params))
