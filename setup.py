@@ -7,6 +7,7 @@ JAX = "jax{}>=0.10.2,<0.13"
 TASKS = ["reasoning-gym>=0.1.25,<0.2"]
 PLOTS = ["matplotlib>=3.9,<4"]
 TENSORBOARD = ["tensorboardX>=2.6.4,<3"]  # writes event files without TensorFlow
+WANDB = ["wandb>=0.22,<1"]
 HF = ["tokenizers>=0.22,<0.25", "jinja2>=3.1.6,<4", "safetensors>=0.6,<0.9"]
 VLLM = ["httpx>=0.28,<0.29"]  # the client; servers have an environment of their own
 DOCS = ["sphinx>=9.0,<10", "myst-parser>=5.1,<6"]
@@ -35,6 +36,7 @@ setup(
         "tasks": TASKS,
         "plots": PLOTS,
         "tensorboard": TENSORBOARD,
+        "wandb": WANDB,
         "hf": HF,
         "vllm": [*HF, *VLLM],
         "docs": DOCS,
@@ -42,6 +44,7 @@ setup(
             *TASKS,
             *PLOTS,
             *TENSORBOARD,
+            *WANDB,
             *HF,
             *VLLM,
             *DOCS,

@@ -156,3 +156,7 @@ def largest(loss):
         return Surrogate(total, metrics={"worst": Max(total)})
 
     return term
+
+
+def no_function(loss):
+    return 0.5

@@ -9,8 +9,7 @@ from toy_stream import EXACT, MEAN
 from thundersync_jax import advantages
 from thundersync_jax.errors import StreamError
 from thundersync_jax.metrics.progress import RunProgress
-from thundersync_jax.run.dynamic_sampling import replacements
-from thundersync_jax.run.step import roll_out, run_step
+from thundersync_jax.run.step import replacements, roll_out, run_step
 from thundersync_jax.stream.schedule import RELEASES
 
 BATCH = advantages.batch_mean_std()

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from thundersync_jax.config import Config, MetricsConfig
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.metrics import writer
-from thundersync_jax.metrics.writer import METRICS, Metrics
+from thundersync_jax.metrics.writer import METRICS, Metrics, named_sinks
 
 
 @pytest.fixture(autouse=True)
@@ -181,7 +182,8 @@ def test_tensorboard_gets_the_same_numbers_and_forgets_what_comes_again(
 
     module = types.SimpleNamespace(SummaryWriter=SummaryWriter)
     monkeypatch.setitem(sys.modules, "tensorboardX", module)
-    with Metrics(tmp_path, resume_step=3) as log:
+    sinks = named_sinks(Config(), tmp_path, 3)
+    with Metrics(tmp_path, resume_step=3, sinks=sinks) as log:
         log.write(3, {"loss": 0.5, "reward_mean": math.nan})
     folder = str(tmp_path / writer.TENSORBOARD_FOLDER)
     assert calls == [(folder, 3), ("loss", 0.5, 3), "flush", "close"]
@@ -190,14 +192,65 @@ def test_tensorboard_gets_the_same_numbers_and_forgets_what_comes_again(
 def test_the_installed_tensorboard_writer_writes_files(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "tensorboardX")
     pytest.importorskip("tensorboardX")
-    write_steps(tmp_path, [1])
+    with Metrics(tmp_path, sinks=named_sinks(Config(), tmp_path)) as log:
+        log.write(1, {"loss": 0.5})
     (file,) = (tmp_path / writer.TENSORBOARD_FOLDER).iterdir()
     assert b"loss" in file.read_bytes()
 
 
+def with_sinks(*names):
+    return Config(metrics=MetricsConfig(sinks=names))
+
+
 def test_without_the_extra_there_is_no_tensorboard(tmp_path):
-    write_steps(tmp_path, [1])
-    assert [path.name for path in tmp_path.iterdir()] == [writer.FILE]
+    assert named_sinks(Config(), tmp_path) == []
+    assert not list(tmp_path.iterdir())
+
+
+HEARD = []
+
+
+def listen(step, scalars):
+    HEARD.append((step, scalars))
+
+
+def test_a_sink_of_ones_own_is_found_by_name(tmp_path):
+    sinks = named_sinks(with_sinks("tensorboard", f"{__name__}:listen"), tmp_path)
+    assert sinks == [listen]
+    with Metrics(tmp_path, sinks=sinks) as log:
+        log.write(1, {"loss": 0.5})
+    assert HEARD == [(1, {"loss": 0.5})]
+
+
+def test_names_of_sinks_that_nothing_has_are_refused(tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match="metrics.sinks is 'tensorbored', expected"):
+        with_sinks("tensorbored")
+    with pytest.raises(ConfigError, match="expected every sink once"):
+        with_sinks("wandb", "wandb")
+    with pytest.raises(ConfigError, match="has no function 'no_such_sink'"):
+        named_sinks(with_sinks(f"{__name__}:no_such_sink"), tmp_path)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match=r"metrics\.sinks .*thundersync_jax\[wandb\]"):
+        named_sinks(with_sinks("wandb"), tmp_path)
+
+
+def test_a_sink_that_raises_is_reported_once_and_nothing_else_stops(tmp_path):
+    class Broken:
+        def __call__(self, step, scalars):
+            raise ConnectionError("no route\nto host")
+
+        def close(self):
+            raise OSError("still none")
+
+    lines, heard = [], []
+    sinks = [Broken(), lambda *line: heard.append(line)]
+    with Metrics(tmp_path, sinks=sinks, on_line=lines.append) as log:
+        for step in (1, 2):
+            log.write(step, {"loss": 0.5})
+    assert heard == [(1, {"loss": 0.5}), (2, {"loss": 0.5})]
+    assert steps_of(tmp_path) == [1, 2]
+    (line,) = lines
+    assert "Broken failed with ConnectionError: no route to host" in line
 
 
 def test_every_metric_is_documented_with_its_unit():

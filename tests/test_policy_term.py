@@ -122,7 +122,9 @@ def test_credit_of_turns_reaches_it():
     assert_close(found["additive"], of_weights(one, WEIGHTS * one.turn_credits))
     with pytest.raises(ConfigError, match=r"reads no credit .*Tokens\.turn_weights"):
         policy_term.load(LossConfig(surrogate="own_losses:reinforce", **settings))
-    with pytest.raises(ConfigError, match=r"reads turn_.*loss\.turn_credit is 'none'"):
+    with pytest.raises(
+        ConfigError, match=r"reads the credit .*loss\.turn_credit is 'none'"
+    ):
         policy_term.load(LossConfig(surrogate="own_losses:credited"))
 
 
@@ -147,10 +149,11 @@ REFUSED = {
     own_losses.mean_of_all: "depends on tokens that are not trained",
     own_losses.unmasked: "depends on tokens that are not trained",
     own_losses.by_position: "depends on tokens that are not trained",
-    own_losses.nothing_to_divide_by: "NaN or infinity",
+    own_losses.nothing_to_divide_by: "gives NaN or infinity",
     own_losses.per_token: "expected a scalar",
     own_losses.number: "expected Surrogate",
-    own_losses.three_arguments: r"expected a function term\(tokens\)",
+    own_losses.three_arguments: r"takes 3 arguments, expected term\(tokens\)",
+    own_losses.no_function: "TypeError: 0.5 is not a callable",
     own_losses.named_loss: "returns metrics named loss",
     own_losses.largest: "returns metrics named worst",
 }
@@ -178,7 +181,7 @@ def test_a_term_that_cannot_be_streamed_is_refused_by_name(factory):
         ({"surrogate": "own_losses:missing"}, "has no function 'missing'"),
         (
             {"advantage": "none", "distill": "reverse_kl"},
-            "takes an advantage while loss.advantage is 'none'",
+            "part for the advantage while loss.advantage is 'none'",
         ),
         (
             {

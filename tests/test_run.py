@@ -13,7 +13,7 @@ from thundersync_jax.errors import ConfigError
 from thundersync_jax.metrics.writer import read
 from thundersync_jax.models import base
 from thundersync_jax.run import objective, placement
-from thundersync_jax.run.compiling import compile_all
+from thundersync_jax.run.feed import compile_all
 from thundersync_jax.run.run import Run
 from thundersync_jax.run.warm_start import demonstrations
 from thundersync_jax.types import TrajectoryKey

@@ -1,6 +1,18 @@
 """Reinforcement learning of language-model agents by gradient streaming, in JAX."""
 
 import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # for editors: the same names, imported on first use below
+    from thundersync_jax.ops import advantages as advantages
+    from thundersync_jax.stream.gradient_stream import GradientStream as GradientStream
+    from thundersync_jax.stream.padding import Padded as Padded
+    from thundersync_jax.stream.padding import pad as pad
+    from thundersync_jax.stream.segments import Segments as Segments
+    from thundersync_jax.stream.segments import State as State
+    from thundersync_jax.stream.surrogate import Max as Max
+    from thundersync_jax.stream.surrogate import Surrogate as Surrogate
+    from thundersync_jax.stream.turn_stream import TurnStream as TurnStream
 
 _HOME = {
     "GradientStream": "stream.gradient_stream",

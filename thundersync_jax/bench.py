@@ -48,7 +48,7 @@ from thundersync_jax.run import placement as devices
 from thundersync_jax.run import placement as parameters
 from thundersync_jax.run import state
 from thundersync_jax.run.checkpoint import Checkpoints
-from thundersync_jax.run.compiling import compile_all
+from thundersync_jax.run.feed import compile_all
 from thundersync_jax.run.run import Factory, Run
 from thundersync_jax.run.step import Step, conclude
 from thundersync_jax.run.warm_start import POLICY_VERSION, warm_start

@@ -26,12 +26,12 @@ from thundersync_jax.measure import live, steps
 from thundersync_jax.metrics.progress import RunProgress
 from thundersync_jax.metrics.records import write_rollouts
 from thundersync_jax.metrics.timing import step_timing, write_chrome_trace
-from thundersync_jax.metrics.writer import Metrics, Sink, read
+from thundersync_jax.metrics.writer import Metrics, Sink, named_sinks, read
 from thundersync_jax.models.base import ModelFactory
 from thundersync_jax.ops.advantages import Estimator
 from thundersync_jax.run import policy_term, state
 from thundersync_jax.run.checkpoint import Checkpoints, sha256
-from thundersync_jax.run.compiling import compile_all
+from thundersync_jax.run.feed import compile_all
 from thundersync_jax.run.heldout import heldout
 from thundersync_jax.run.run import Factory, Run
 from thundersync_jax.run.step import conclude, run_step
@@ -65,7 +65,7 @@ def train(
       model: Makes the policy, in place of `config.model.factory`.
       optimizer: An optax transformation, or a function as `optim.factory` names it, in
         place of AdamW.
-      sinks: Loggers beside metrics.jsonl, called as sink(step, scalars).
+      sinks: Loggers beside those of `metrics.sinks`, called as sink(step, scalars).
 
     Returns:
       The JSON object of `--json`.
@@ -102,7 +102,9 @@ def train(
             display.line(f"resumed after step {start}")
         clock = _Clock(facts["elapsed_secs"])
         loop = _Loop(run, display, now, facts["version"], start)
-        with Metrics(workdir, start + bool(start), sinks) as metrics:
+        first = start + bool(start)  # to be written
+        loggers = [*named_sinks(config, workdir, first), *sinks]
+        with Metrics(workdir, first, loggers, display.line) as metrics:
             if not start:
                 row = loop.evaluate(0, "after the warm start")
                 metrics.write(0, row | {"elapsed_secs": clock.secs})

@@ -298,6 +298,25 @@ class CheckpointConfig:
         positive(self, "checkpoint.", ["every_steps", "keep"])
 
 
+@dataclasses.dataclass(frozen=True)
+class MetricsConfig:
+    """Who is told a step's metrics, beside metrics.jsonl."""
+
+    sinks: tuple[str, ...] = changeable(("tensorboard",))  # wandb; module:function
+
+    def __post_init__(self):
+        check_types(self, "metrics.")
+        for name in self.sinks:
+            if name not in ("tensorboard", "wandb"):
+                dotted.check("metrics.sinks", name)
+        require(
+            len(set(self.sinks)) == len(self.sinks),
+            f"metrics.sinks is {self.sinks}",
+            "every sink once",
+            "Correct metrics.sinks.",
+        )
+
+
 def _check_latency(prefix: str, latency: LatencyConfig) -> None:
     check_types(latency, prefix)
     at_least_zero(latency, prefix, ["median_secs", "sigma"])

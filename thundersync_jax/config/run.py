@@ -17,6 +17,7 @@ from thundersync_jax.config.groups import (
     EnvConfig,
     EvaluationConfig,
     MeshConfig,
+    MetricsConfig,
     PartialGroups,
     Release,
     RolloutConfig,
@@ -74,6 +75,7 @@ class Config:
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
 
     def __post_init__(self):
         check_types(self, "")

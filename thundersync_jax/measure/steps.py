@@ -22,7 +22,7 @@ from thundersync_jax.metrics.records import known_mean
 from thundersync_jax.metrics.timing import StepTiming, predicted_step_secs
 from thundersync_jax.ops.losses import percentile
 from thundersync_jax.run import state
-from thundersync_jax.run.compiling import compile_all, made_up_calls
+from thundersync_jax.run.feed import compile_all, made_up_calls
 from thundersync_jax.run.run import Run
 from thundersync_jax.run.step import Step
 from thundersync_jax.stream.ledger import Report

@@ -1,19 +1,24 @@
 """Metrics: one JSON line per step, and the same numbers to whoever else listens.
 
-`METRICS` is the table of what the trainer writes; users may write other names. What a
-number means is decided where it is measured.
+A sink is a function of (step, numbers by name); where it has a method `close`, that is
+called at the end. `METRICS` is the table of what the trainer writes; users may write
+other names. What a number means is decided where it is measured.
 """
 
 import json
 import math
 import numbers
 import os
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from thundersync_jax.config import Config, dotted
+from thundersync_jax.config.checks import installed
+from thundersync_jax.config.settings import config_dict
 from thundersync_jax.config.workdir import replace_text
 from thundersync_jax.errors import ConfigError
 
@@ -22,6 +27,7 @@ Sink = Callable[[int, Mapping[str, Scalar]], None]
 
 FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
+_WANDB_ID = "wandb_id"  # a file with the id of the run, which a resume goes on with
 
 # name: unit, then what is measured
 METRICS: dict[str, str] = {
@@ -78,10 +84,10 @@ METRICS: dict[str, str] = {
 
 
 class Metrics:
-    """The metrics of a run: `metrics.jsonl`, TensorBoard files, and other loggers.
+    """The metrics of a run: `metrics.jsonl`, and what sinks make of the same numbers.
 
     A line is with the operating system when `write` returns, so a killed process loses
-    none. TensorBoard files are written where the `tensorboard` extra is installed.
+    none. A sink that raises is reported once, and everything else goes on.
     """
 
     def __init__(
@@ -89,6 +95,7 @@ class Metrics:
         workdir: str | os.PathLike,
         resume_step: int | None = None,
         sinks: Sequence[Sink] = (),
+        on_line: Callable[[str], None] = print,
     ):
         """Opens the file, and takes out what would come twice.
 
@@ -97,13 +104,14 @@ class Metrics:
           resume_step: The first step that will be written: lines at or after it are
             dropped. None keeps every whole line.
           sinks: Other loggers, called as sink(step, scalars) after each line.
+          on_line: Called with one line about a sink that raises.
         """
         path = Path(workdir) / FILE
         path.parent.mkdir(parents=True, exist_ok=True)
         self._names = _trim(path, resume_step)  # of what is written, by step
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115, closed in close
-        self._tensorboard = _tensorboard(path.parent / TENSORBOARD_FOLDER, resume_step)
         self._sinks = tuple(sinks)
+        self._on_line, self._reported = on_line, set()
 
     def __enter__(self) -> "Metrics":
         return self
@@ -135,19 +143,56 @@ class Metrics:
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()
         names.update(plain)
-        if self._tensorboard is not None:
-            for name, value in plain.items():
-                if math.isfinite(value):  # it would print a warning
-                    self._tensorboard.add_scalar(name, value, step)
-            self._tensorboard.flush()
         for sink in self._sinks:
-            sink(step, plain)
+            self._protected(sink, sink, step, plain)
 
     def close(self) -> None:
-        """Closes the files; there is nothing left to write."""
+        """Closes the file and the sinks; there is nothing left to write."""
         self._file.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+        for sink in self._sinks:
+            if hasattr(sink, "close"):
+                self._protected(sink, sink.close)
+
+    def _protected(self, sink: Sink, function: Callable[..., None], *arguments) -> None:
+        try:
+            function(*arguments)
+        except Exception as error:  # whatever a logger meets, the run does not end
+            if id(sink) not in self._reported:
+                self._reported.add(id(sink))
+                name = getattr(sink, "__qualname__", type(sink).__qualname__)
+                text = " ".join(str(error).split())
+                self._on_line(
+                    f"the metrics sink {name} failed with {type(error).__name__}: "
+                    f"{text}; training goes on, metrics.jsonl has every number, and "
+                    "further errors of this sink are not printed"
+                )
+
+
+def named_sinks(
+    config: Config, workdir: str | os.PathLike, resume_step: int | None = None
+) -> list[Sink]:
+    """The sinks of a config.
+
+    TensorBoard, which is among the defaults, is left out where its extra is missing.
+
+    Args:
+      config: The settings, of which `metrics.sinks` names the sinks.
+      workdir: The run's directory.
+      resume_step: The first step that will be written.
+
+    Raises:
+      ConfigError: wandb is not installed, or there is no function of that name.
+    """
+    sinks: list[Sink] = []
+    for name in config.metrics.sinks:
+        if name == "tensorboard":
+            sinks += _tensorboard(Path(workdir), resume_step)
+        elif name == "wandb":
+            sinks.append(_Wandb(config, Path(workdir)))
+        else:
+            parameters = ["step", "scalars"]
+            sinks.append(dotted.load("metrics.sinks", name, parameters))
+    return sinks
 
 
 def read(workdir: str | os.PathLike) -> list[dict[str, Any]]:
@@ -221,11 +266,51 @@ def _finite(value: Scalar) -> Scalar | None:
     return value if math.isfinite(value) else None
 
 
-def _tensorboard(folder: Path, resume_step: int | None) -> Any:
-    """A writer where the `tensorboard` extra is installed."""
+def _tensorboard(workdir: Path, resume_step: int | None) -> list[Sink]:
     try:
         from tensorboardX import SummaryWriter
     except ImportError:
-        return None
+        return []
     # TensorBoard then forgets what an earlier run wrote from this step on.
-    return SummaryWriter(str(folder), purge_step=resume_step)
+    folder = str(workdir / TENSORBOARD_FOLDER)
+    return [_TensorBoard(SummaryWriter(folder, purge_step=resume_step))]
+
+
+class _TensorBoard:
+    """Event files of the `tensorboard` extra."""
+
+    def __init__(self, writer: Any):
+        self._writer = writer
+
+    def __call__(self, step: int, scalars: Mapping[str, Scalar]) -> None:
+        for name, value in scalars.items():
+            if math.isfinite(value):  # it would print a warning
+                self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Wandb:
+    """A Weights & Biases run; WANDB_MODE and WANDB_PROJECT say where, as ever."""
+
+    def __init__(self, config: Config, workdir: Path):
+        wandb = installed("wandb", "metrics.sinks", "wandb")
+        path = workdir / _WANDB_ID
+        if not path.exists():
+            replace_text(path, uuid.uuid4().hex)
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "thundersync_jax"),
+            name=workdir.name,
+            dir=str(workdir),
+            id=path.read_text(encoding="utf-8"),
+            resume="allow",
+            config=config_dict(config),
+        )
+
+    def __call__(self, step: int, scalars: Mapping[str, Scalar]) -> None:
+        self._run.log(dict(scalars), step=step)
+
+    def close(self) -> None:
+        self._run.finish()

@@ -63,7 +63,7 @@ def policy_surrogate(
     numbers = numbers_of_logits(model, temperature, loss, width, term)
 
     def surrogate(params, sample, reference=None):
-        found = base.whole(
+        entries = base.whole(
             model, params, sample["tokens"], _beside_logits(sample), numbers
         )
         reference_logprobs = None
@@ -71,7 +71,7 @@ def policy_surrogate(
             reference_logprobs = base.logprobs(
                 model, reference, sample["tokens"], temperature
             )
-        return _terms(loss, term, sample, found, reference_logprobs)
+        return _terms(loss, term, sample, entries, reference_logprobs)
 
     if compared:
         return lambda params, reference, sample: surrogate(params, sample, reference)
@@ -121,7 +121,9 @@ def policy_segments(
         )
 
     def segment(params, state, sample, reference=None):
-        found, kept, last = piece(params, state.kept[0], state.last[0], sample, numbers)
+        entries, kept, last = piece(
+            params, state.kept[0], state.last[0], sample, numbers
+        )
         after = State([kept], [last])
         reference_logprobs = None
         if compared:
@@ -130,7 +132,7 @@ def policy_segments(
                 reference, *before, sample, target_logprobs
             )
             after = State([*after.kept, kept], [*after.last, last])
-        return _terms(loss, term, sample, found, reference_logprobs), after
+        return _terms(loss, term, sample, entries, reference_logprobs), after
 
     def compared_segment(params, reference, state, sample):
         return segment(params, state, sample, reference)
@@ -183,27 +185,27 @@ def numbers_of_logits(
 
     def numbers(logits, operands):
         tokens = operands["tokens"]
-        found = {}
+        values = {}
         if entropies:
-            found["logprobs"], found["entropies"] = logprobs.logprobs_and_entropies(
+            values["logprobs"], values["entropies"] = logprobs.logprobs_and_entropies(
                 logits, tokens, temperature
             )
         else:
-            found["logprobs"] = logprobs.target_logprobs(logits, tokens, temperature)
+            values["logprobs"] = logprobs.target_logprobs(logits, tokens, temperature)
         if narrow and kind == "sampled":
             inside = jnp.minimum(tokens, width - 1)
-            found["shared"] = logprobs.target_logprobs(
+            values["shared"] = logprobs.target_logprobs(
                 logits[:, :width], inside, temperature
             )
         if kind in ("top_k", "full"):
-            found["divergences"] = jax.vmap(divergence)(logits, operands)
-        return found
+            values["divergences"] = jax.vmap(divergence)(logits, operands)
+        return values
 
     return numbers
 
 
 def estimator(
-    loss: LossConfig, given: advantages.Estimator | Callable | None = None
+    loss: LossConfig, own: advantages.Estimator | Callable | None = None
 ) -> advantages.Estimator | None:
     """The advantage that a config names; None where no reward is in the loss.
 
@@ -212,7 +214,7 @@ def estimator(
 
     Args:
       loss: The settings of the advantage.
-      given: An estimator, or a function of `loss` that returns one, in place of
+      own: An estimator, or a function of `loss` that returns one, in place of
         `loss.advantage`.
 
     Raises:
@@ -230,23 +232,23 @@ def estimator(
         "tracked_baseline": lambda: advantages.fixed_baseline(0.0),
         "none": lambda: None,
     }
-    if given is None and loss.advantage in made:
+    if own is None and loss.advantage in made:
         return made[loss.advantage]()
-    if given is None:
-        given = dotted.find("loss.advantage", loss.advantage)
+    if own is None:
+        own = dotted.find("loss.advantage", loss.advantage)
     elif loss.advantage in ("none", "tracked_baseline"):
         raise ConfigError(
             f"an estimator is given with loss.advantage {loss.advantage!r}, expected "
             "one whose place it can take. Set loss.advantage to 'mean_only'."
         )
-    found = given(loss) if callable(given) else given
-    if not isinstance(found, advantages.Estimator):
+    chosen = own(loss) if callable(own) else own
+    if not isinstance(chosen, advantages.Estimator):
         raise ConfigError(
-            f"loss.advantage is {loss.advantage!r}, which gives {found!r:.60}; "
+            f"loss.advantage is {loss.advantage!r}, which gives {chosen!r:.60}; "
             "expected an ops.advantages.Estimator, or a function of the LossConfig "
             "that returns one. Return it."
         )
-    return found
+    return chosen
 
 
 def baselines(loss: LossConfig, state: dict[str, Any] | None = None) -> PromptBaseline:

@@ -30,11 +30,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from thundersync_jax.config import LossConfig, dotted
+from thundersync_jax.config.checks import require
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.metrics.writer import METRICS
 from thundersync_jax.ops import losses
 from thundersync_jax.stream import surrogate as parts
-from thundersync_jax.stream.surrogate import Max, Surrogate
+from thundersync_jax.stream.surrogate import Surrogate
 
 Factory = Callable[[LossConfig], Callable[..., Surrogate | jax.Array]]
 _TOLERANCE = 1e-4  # relative to the largest: float32, functions that cancel
@@ -102,33 +103,27 @@ class PolicyTerm:
 def built_in(loss: LossConfig) -> PolicyTerm:
     """The policy gradient, with importance weights and turn credit as configured.
 
-    weighted = - sum_t w_t rho_t u_t log pi(a_t | h_t), additive likewise with v_t.
+    weighted = - sum_t w_t rho_t u_t log pi(a_t | h_t), additive likewise with v_t;
+    rho_t from `loss.importance_cap`, else 1, u_t and v_t from `loss.turn_credit`, else
+    1 and 0.
     """
-    credited = loss.turn_credit == "environment"
-    return PolicyTerm(_policy_gradient(loss), additive=credited)
 
-
-def _policy_gradient(loss: LossConfig) -> Callable[[Tokens], Surrogate]:
     def term(tokens):
         if loss.advantage == "none":
             return Surrogate(None)
-        weights = tokens.weights
+        logprobs, weights = tokens.logprobs, tokens.weights
         if loss.importance_cap is not None:
             weights = weights * losses.importance_weights(
-                tokens.logprobs,
-                tokens.sampler_logprobs,
-                tokens.mask,
-                loss.importance_cap,
+                logprobs, tokens.sampler_logprobs, tokens.mask, loss.importance_cap
             )
-        if loss.turn_credit == "environment":
-            return Surrogate(
-                *losses.turn_credit(
-                    tokens.logprobs, weights, tokens.turn_weights, tokens.turn_credits
-                )
-            )
-        return Surrogate(losses.policy_gradient(tokens.logprobs, weights))
+        if loss.turn_credit == "none":
+            return Surrogate(losses.policy_gradient(logprobs, weights))
+        weighted, additive = losses.turn_credit(
+            logprobs, weights, tokens.turn_weights, tokens.turn_credits
+        )
+        return Surrogate(weighted, additive)
 
-    return term
+    return PolicyTerm(term, additive=loss.turn_credit == "environment")
 
 
 def load(loss: LossConfig, factory: Factory | None = None) -> PolicyTerm:
@@ -143,211 +138,153 @@ def load(loss: LossConfig, factory: Factory | None = None) -> PolicyTerm:
     """
     if factory is None and loss.surrogate == "policy_gradient":
         return built_in(loss)
-    name = repr(loss.surrogate) if factory is None else _name(factory)
+    name = loss.surrogate if factory is None else getattr(factory, "__qualname__", "")
     factory = factory or dotted.load("loss.surrogate", loss.surrogate, ["loss"])
-    if loss.importance_cap is not None:
+    require(
+        loss.importance_cap is None,
+        f"loss.importance_cap is {loss.importance_cap} with loss.surrogate {name!r}",
+        "none: a term of one's own weighs its tokens itself, by their sampler_logprobs",
+        "Leave loss.importance_cap out.",
+    )
+    try:
+        return _tried(loss, factory(loss))
+    except Exception as error:  # whatever somebody's function does
+        kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
+        text = " ".join(str(error).split())
         raise ConfigError(
-            f"loss.importance_cap is {loss.importance_cap} with loss.surrogate {name}, "
-            "expected none: a term of one's own weighs its tokens itself, "
-            "`Tokens.sampler_logprobs` is there for it. Leave loss.importance_cap out."
-        )
-    return _Trial(name, loss, factory(loss)).term()
-
-
-class _Trial:
-    """A term of a user's on made-up tokens.
-
-    Args:
-      name: Shown in errors.
-      loss: The settings of the loss.
-      function: As the factory returned it.
-    """
-
-    def __init__(self, name: str, loss: LossConfig, function: Callable):
-        self._name, self._loss, self._function = name, loss, function
-        self._takes_advantage = self._number_of_arguments() == 2
-
-    def term(self) -> PolicyTerm:
-        """The term, once it has passed."""
-        samples = [_made_up(self._loss, seed) for seed in range(3)]
-        reads = self._reads(samples[0])
-        if self._takes_advantage:
-            for tokens in samples:
-                self._check_affine(tokens)
-            split = functools.partial(_split, self._function)
-            left = [self._values(split, tokens)[:, 1] for tokens in samples]
-            additive = bool(np.any(left))
-            function = split if additive else _without_additive(split)
-        else:
-            function = self._function
-            structure = self._structure(function, samples[0])
-            additive = structure.additive
-            self._check_names(function, samples[0])
-            if structure.weighted and self._loss.advantage == "none":
-                self._refuse(
-                    "has a part for the advantage while loss.advantage is 'none'",
-                    "weighted=None",
-                    "Leave that part out, or set loss.advantage.",
-                )
-        for tokens in samples:
-            self._check_untrained(function, tokens)
-        of_turns = all(self._sums_over_turns(function, tokens) for tokens in samples)
-        return PolicyTerm(function, additive, reads, of_turns)
-
-    def _number_of_arguments(self) -> int:
-        try:
-            parameters = inspect.signature(self._function).parameters.values()
-        except (TypeError, ValueError):
-            parameters = ()
-        required = [
-            parameter
-            for parameter in parameters
-            if parameter.default is parameter.empty
-            and parameter.kind
-            in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-        ]
-        if len(required) not in (1, 2):
-            self._refuse(
-                f"made {self._function!r:.80}",
-                "a function term(tokens) or term(advantage, tokens)",
-                "Return such a function from the factory.",
-            )
-        if len(required) == 2 and self._loss.advantage == "none":
-            self._refuse(
-                "takes an advantage while loss.advantage is 'none'",
-                "a function term(tokens)",
-                "Set loss.advantage, or take tokens alone.",
-            )
-        return len(required)
-
-    def _reads(self, tokens: Tokens) -> frozenset[str]:
-        """Which optional fields it reads; missing ones by name."""
-        watched = _Watched(**{f.name: getattr(tokens, f.name) for f in _FIELDS})
-        arguments = [jnp.float32(1), watched] if self._takes_advantage else [watched]
-        try:
-            self._function(*arguments)
-        except Exception as error:  # whatever somebody's function does
-            credit = watched.seen & {"turn_weights", "turn_credits"}
-            if credit and self._loss.turn_credit == "none":
-                self._refuse(
-                    f"reads {min(credit)} while loss.turn_credit is 'none'",
-                    "a run with credit",
-                    "Set loss.turn_credit to 'environment'.",
-                )
-            self._refuse_error(error)
-        credited = self._loss.turn_credit == "environment"
-        if credited and not watched.seen & {"turn_weights", "turn_credits"}:
-            self._refuse(
-                "reads no credit while loss.turn_credit is 'environment'",
-                "one that uses Tokens.turn_weights or Tokens.turn_credits",
-                "Use them, or set loss.turn_credit to 'none'.",
-            )
-        return frozenset(watched.seen)
-
-    def _structure(self, function: Callable, *arguments) -> parts.Structure:
-        def surrogate(_, arguments):
-            return function(*arguments)
-
-        try:
-            return parts.structure(surrogate, {}, None, arguments)
-        except Exception as error:
-            self._refuse_error(error)
-
-    def _check_names(self, function: Callable, tokens: Tokens) -> None:
-        returned = function(tokens)
-        taken = sorted(METRICS.keys() & (returned.metrics or {}).keys())
-        largest = [k for k, x in (returned.metrics or {}).items() if isinstance(x, Max)]
-        if taken or largest or returned.diagnostics:
-            self._refuse(
-                f"returns {'diagnostics' if returned.diagnostics else 'metrics'} named "
-                f"{', '.join([*taken, *largest, *(returned.diagnostics or {})])}",
-                "metrics with names of their own that are sums over trained tokens",
-                "Rename them; metrics.jsonl has their means per token.",
-            )
-
-    def _values(self, function: Callable, *arguments) -> np.ndarray:
-        """float[1 + 2T, 2]: both parts, and their derivatives in what is learnt."""
-        try:
-            values = np.asarray(_values(function, *arguments), np.float64)
-        except Exception as error:  # whatever somebody's function does
-            self._refuse_error(error)
-        if not np.all(np.isfinite(values)):
-            self._refuse(
-                "gives NaN or infinity on made-up tokens, in its value or its gradient",
-                "finite numbers wherever log-probabilities are",
-                "Select with jnp.where before dividing, exponentiating or taking logs.",
-            )
-        return values
-
-    def _check_affine(self, tokens: Tokens) -> None:
-        loss = functools.partial(_at, self._function)
-        self._structure(loss, jnp.float32(1), tokens)
-        rows = [self._values(loss, a, tokens)[:, 0] for a in _ADVANTAGES]
-        zero, half = rows[2], rows[3]
-        for advantage, row in zip(_ADVANTAGES, rows, strict=True):
-            if not _close(row, zero + 2 * advantage * (half - zero), rows):
-                values = ", ".join(f"{row[0]:.4g}" for row in rows)
-                self._refuse(
-                    f"gives {values} at the advantages {_ADVANTAGES}, or gradients, "
-                    "that lie on no line",
-                    "a loss A * (...) + (...): the advantage is multiplied in after "
-                    "the gradient, when it is known",
-                    "Detach ratios and clip them without regard to the advantage.",
-                )
-
-    def _check_untrained(self, function: Callable, tokens: Tokens) -> None:
-        """Padding, observations and what comes before change nothing."""
-        plain = self._values(function, tokens)
-        count, more = len(tokens.mask), (3, 5)
-        longer = self._values(function, _surrounded(tokens, *more))
-        total = count + sum(more)
-        trained = np.flatnonzero(np.asarray(tokens.mask))
-        same = [0, *(1 + trained), *(1 + count + trained)]
-        place = [0, *(1 + more[0] + trained), *(1 + total + more[0] + trained)]
-        rest = np.delete(longer, place, axis=0)
-        nothing = dataclasses.replace(
-            tokens, weights=0 * tokens.weights, mask=tokens.mask & False
-        )
-        if (
-            not _close(longer[place], plain[same], plain)
-            or rest.any()
-            or self._values(function, nothing).any()
-        ):
-            self._refuse(
-                "depends on tokens that are not trained, on how many there are or on "
-                "absolute positions",
-                "sums over trained tokens: buckets pad, and prompts may be shared",
-                "Multiply by Tokens.weights or select with Tokens.mask; divide by "
-                "jnp.maximum(1, mask.sum()).",
-            )
-
-    def _sums_over_turns(self, function: Callable, tokens: Tokens) -> bool:
-        """Whether cutting in two, and weighing anew, changes the value as it should."""
-        early = np.arange(len(tokens.mask)) < len(tokens.mask) // 2
-        turns = [
-            dataclasses.replace(
-                tokens, weights=tokens.weights * own, mask=tokens.mask & own
-            )
-            for own in (early, ~early)
-        ]
-        whole = self._values(function, tokens)
-        by_turn = [self._values(function, turn)[0] for turn in turns]
-        doubled = dataclasses.replace(tokens, weights=2 * tokens.weights)
-        return _close(sum(by_turn), whole[0], whole) and _close(
-            self._values(function, doubled), 2 * whole, whole
-        )
-
-    def _refuse_error(self, error: Exception) -> None:
-        text = " ".join(str(error).split())[:300]
-        raise ConfigError(
-            f"loss.surrogate {self._name} ended with {type(error).__name__} on made-up "
-            f"tokens: {text}. Correct it."
+            f"loss.surrogate {name!r}, tried on made-up tokens: {kind}{text}"
         ) from error
 
-    def _refuse(self, received: str, expected: str, way_out: str) -> None:
-        raise ConfigError(
-            f"loss.surrogate {self._name} {received}, expected {expected}. {way_out}"
+
+def _tried(loss: LossConfig, function: Callable) -> PolicyTerm:
+    count = len(inspect.signature(function).parameters)
+    require(
+        count in (1, 2),
+        f"its function takes {count} arguments",
+        "term(tokens) or term(advantage, tokens)",
+        "Return such a function from the factory.",
+    )
+    samples = [_made_up(loss, seed) for seed in range(3)]
+    reads = _reads(loss, function, samples[0], count == 2)
+    if count == 2:
+        for tokens in samples:
+            _check_affine(function, tokens)
+        left = [_values(functools.partial(_split, function), x)[:, 1] for x in samples]
+        function = functools.partial(_split, function, additive=bool(np.any(left)))
+    structure = _structure(function, samples[0])
+    require(
+        not structure.weighted or loss.advantage != "none",
+        "it has a part for the advantage while loss.advantage is 'none'",
+        "an additive part alone",
+        "Leave that part out, or set loss.advantage.",
+    )
+    wrong = METRICS.keys() & {*structure.sums}
+    wrong |= {*structure.maxima, *structure.diagnostic_sums}
+    wrong |= {*structure.diagnostic_maxima}
+    require(
+        not wrong,
+        f"it returns metrics named {', '.join(sorted(wrong))}",
+        "`metrics` with names of their own that are sums over trained tokens",
+        "Rename them; metrics.jsonl has their means per token.",
+    )
+    for tokens in samples:
+        _check_untrained(function, tokens)
+    of_turns = all(_sums_over_turns(function, tokens) for tokens in samples)
+    return PolicyTerm(function, structure.additive, reads, of_turns)
+
+
+def _reads(
+    loss: LossConfig, function: Callable, tokens: Tokens, takes_advantage: bool
+) -> frozenset[str]:
+    """Which optional fields it reads; credit that is missing or unused is refused."""
+    watched = _Watched(**{f.name: getattr(tokens, f.name) for f in _FIELDS})
+    try:
+        function(*[jnp.float32(1)] * takes_advantage, watched)
+    finally:
+        credited = loss.turn_credit == "environment"
+        require(
+            credited == bool(watched.seen & {"turn_weights", "turn_credits"}),
+            f"it reads {'no' if credited else 'the'} credit of turns while "
+            f"loss.turn_credit is {loss.turn_credit!r}",
+            "both or neither",
+            "Set loss.turn_credit to 'environment' where the term reads "
+            "Tokens.turn_weights or Tokens.turn_credits, else to 'none'.",
         )
+    return frozenset(watched.seen)
+
+
+def _structure(function: Callable, *arguments) -> parts.Structure:
+    return parts.structure(lambda _, rest: function(*rest), {}, None, arguments)
+
+
+def _values(function: Callable, *arguments) -> np.ndarray:
+    """float[1 + 2T, 2]: both parts, and their derivatives in what is learnt."""
+    values = np.asarray(_evaluated(function, *arguments), np.float64)
+    require(
+        bool(np.all(np.isfinite(values))),
+        "it gives NaN or infinity, in its value or its gradient",
+        "finite numbers wherever log-probabilities are",
+        "Select with jnp.where before dividing, exponentiating or taking logs.",
+    )
+    return values
+
+
+def _check_affine(function: Callable, tokens: Tokens) -> None:
+    loss = functools.partial(_at, function)
+    _structure(loss, jnp.float32(1), tokens)
+    rows = [_values(loss, a, tokens)[:, 0] for a in _ADVANTAGES]
+    zero, half = rows[2], rows[3]
+    require(
+        all(
+            _close(row, zero + 2 * advantage * (half - zero), rows)
+            for advantage, row in zip(_ADVANTAGES, rows, strict=True)
+        ),
+        f"it gives {', '.join(f'{row[0]:.4g}' for row in rows)} at the advantages "
+        f"{_ADVANTAGES}, or gradients, that lie on no line",
+        "a loss A * (...) + (...): the advantage is multiplied in after the gradient, "
+        "when it is known",
+        "Detach ratios and clip them without regard to the advantage.",
+    )
+
+
+def _check_untrained(function: Callable, tokens: Tokens) -> None:
+    """Padding, observations and what comes before change nothing."""
+    before, behind = 3, 5
+    plain = _values(function, tokens)
+    longer = _values(function, _surrounded(tokens, before, behind))
+    nothing = dataclasses.replace(
+        tokens, weights=0 * tokens.weights, mask=tokens.mask & False
+    )
+    count, trained = len(tokens.mask), np.flatnonzero(np.asarray(tokens.mask))
+    total = before + count + behind
+    same = [0, *(1 + trained), *(1 + count + trained)]
+    place = [0, *(1 + before + trained), *(1 + total + before + trained)]
+    require(
+        _close(longer[place], plain[same], plain)
+        and not np.delete(longer, place, axis=0).any()
+        and not _values(function, nothing).any(),
+        "it depends on tokens that are not trained, on how many there are or on "
+        "absolute positions",
+        "sums over trained tokens: buckets pad, and prompts may be shared",
+        "Multiply by Tokens.weights or select with Tokens.mask; divide by "
+        "jnp.maximum(1, mask.sum()).",
+    )
+
+
+def _sums_over_turns(function: Callable, tokens: Tokens) -> bool:
+    """Whether cutting in two, and weighing anew, changes the value as it should."""
+    early = np.arange(len(tokens.mask)) < len(tokens.mask) // 2
+    turns = [
+        dataclasses.replace(
+            tokens, weights=tokens.weights * own, mask=tokens.mask & own
+        )
+        for own in (early, ~early)
+    ]
+    doubled = dataclasses.replace(tokens, weights=2 * tokens.weights)
+    whole = _values(function, tokens)
+    by_turn = sum(_values(function, turn)[0] for turn in turns)
+    twice = _values(function, doubled)
+    return _close(by_turn, whole[0], whole) and _close(twice, 2 * whole, whole)
 
 
 @jax.tree_util.register_dataclass
@@ -369,16 +306,12 @@ _FIELDS = dataclasses.fields(Tokens)
 _OPTIONAL = {field.name for field in _FIELDS if field.default is None}
 
 
-def _split(function: Callable, tokens: Tokens) -> Surrogate:
+def _split(function: Callable, tokens: Tokens, additive: bool = True) -> Surrogate:
     zero = jnp.zeros((), tokens.logprobs.dtype)
-    additive, weighted = jax.jvp(
+    left, weighted = jax.jvp(
         lambda advantage: function(advantage, tokens), (zero,), (jnp.ones_like(zero),)
     )
-    return Surrogate(weighted, additive)
-
-
-def _without_additive(split: Callable[[Tokens], Surrogate]) -> Callable:
-    return lambda tokens: Surrogate(split(tokens).weighted)
+    return Surrogate(weighted, left if additive else None)
 
 
 def _at(function: Callable, advantage: jax.Array, tokens: Tokens) -> Surrogate:
@@ -387,8 +320,8 @@ def _at(function: Callable, advantage: jax.Array, tokens: Tokens) -> Surrogate:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _values(function: Callable, *arguments) -> jax.Array:
-    """float[1 + 2T, 2] of (tokens,) or (advantage, tokens), as `_Trial._values`."""
+def _evaluated(function: Callable, *arguments) -> jax.Array:
+    """The array of `_values`, of (tokens,) or (advantage, tokens)."""
     *advantage, tokens = arguments
 
     def both(logprobs, entropies):
@@ -444,7 +377,3 @@ def _surrounded(tokens: Tokens, before: int, behind: int) -> Tokens:
 def _close(row: np.ndarray, expected: np.ndarray, scale: list | np.ndarray) -> bool:
     largest = max(np.max(np.abs(scale)), 1e-30)
     return bool(np.all(np.abs(row - expected) <= _TOLERANCE * largest))
-
-
-def _name(factory: Factory) -> str:
-    return getattr(factory, "__qualname__", type(factory).__name__)

@@ -33,7 +33,6 @@ from thundersync_jax.rollout.events import Job
 from thundersync_jax.rollout.pool import RolloutPool
 from thundersync_jax.run import objective, placement, policy_term, state, teaching
 from thundersync_jax.run import tasks as run_tasks
-from thundersync_jax.run import tasks as task_order
 from thundersync_jax.run.samples import Samples
 from thundersync_jax.stream.gradient_stream import GradientStream
 from thundersync_jax.stream.turn_stream import TurnStream
@@ -48,12 +47,12 @@ class Run:
     """One config with everything it needs. Use it as a context: it owns threads.
 
     Attributes:
-      tasks: Those that fit the context.
-      chat: How their text becomes token ids.
+      tasks: The tasks that fit the context.
+      chat: How text becomes token ids.
       model: The policy as functions of its parameters.
       latency_scale: What medians of lognormal latencies are multiplied by; a benchmark
         sets it.
-      baselines: Of the training tasks, by their index, for "tracked_baseline".
+      baselines: Mean rewards of training tasks, by index, for "tracked_baseline".
 
     Args:
       config: The settings.
@@ -91,65 +90,68 @@ class Run:
         self.on_line = on_line
         factory = environment or load_factory(config.env.factory)
         self.tasks, self.chat = run_tasks.prepared(factory, config)
-        self.estimator = objective.estimator(config.loss, estimator)
-        self._term = policy_term.load(config.loss, surrogate)
-        self.optimizer = state.make_optimizer(config.optim, optimizer)
-        self._held = contextlib.ExitStack()
-        try:
-            self._build(config, workdir, owner, model)
-        except BaseException:
-            self._held.close()
-            raise
-
-    def _build(
-        self,
-        config: Config,
-        workdir: str | Path,
-        owner: bool,
-        model: ModelFactory | None,
-    ) -> None:
-        if model is not None:
-            check_family(config, "the argument model makes another policy")
-        if owner:
-            self._held.enter_context(locked(workdir))
-            check_claim(workdir, config)
-        placement.prepare(config)
-        self.model = models.build(config.model, model)
-        self.placement = placement.place(config)
-        remote = self._connected()
-        self.teacher = teaching.load(config, self.chat.vocabulary(), self.on_line)
-        width = teaching.width(config, self.teacher)
-        self.samples = Samples(config, width, self._prompt_ids)
-        policy = self.model, config.rollout.temperature, config.loss
-        self.surrogate = objective.policy_surrogate(*policy, width, self._term)
-        slots = config.rollout.context_tokens
-        self.segments = objective.policy_segments(*policy, slots, width, self._term)
-        self.baselines = objective.baselines(config.loss)
         self._reference: Tree = None
         self._order: tuple[int, list[int]] = (0, [])  # of the latest step asked for
         self.timeline = Timeline()
-        self.clock = LearnerClock(self.timeline.add, lambda: self.pool.wake())
-        self._make_params = placement.initializer(
-            config, self.model, self.placement.mesh
+        if model is not None:
+            check_family(config, "the argument model makes another policy")
+        with contextlib.ExitStack() as held:  # let go where something is refused
+            if owner:
+                held.enter_context(locked(workdir))
+                check_claim(workdir, config)
+            placement.prepare(config)  # before anything of the user's runs jax
+            self.placement = placement.place(config)
+            self.model = models.build(config.model, model)
+            self.optimizer = state.make_optimizer(config.optim, optimizer)
+            self.estimator = objective.estimator(config.loss, estimator)
+            self.baselines = objective.baselines(config.loss)
+            self._term = policy_term.load(config.loss, surrogate)
+            remote = self._connected()
+            self.teacher = teaching.load(config, self.chat.vocabulary(), self.on_line)
+            width = teaching.width(config, self.teacher)
+            self._set_surrogate(width)
+            self._make_params = placement.initializer(
+                config, self.model, self.placement.mesh
+            )
+            self._params = params = self._make_params()
+            additive = config.loss.has_additive or self._term.additive
+            memory = placement.plan(
+                config, self.model, self.estimator, params, additive
+            )
+            self.open_groups = memory.open_groups
+            if owner:  # nothing refuses the config any more
+                for change in claim(workdir, config, self.chat.vocabulary()):
+                    self.on_line(f"changed on resume: {change}")
+            self._introduce(params, memory)
+            self.scoring = teaching.engine(
+                config, self.teacher, width, self.placement.teacher, self.on_line
+            )
+            self.engine = remote or self._local(params)
+            self.clock = LearnerClock(self.timeline.add, lambda: self.pool.wake())
+            self.pool = self._new_pool()
+            self._held = held.pop_all()
+
+    def _set_surrogate(self, width: int) -> None:
+        config = self.config
+        self.samples = Samples(config, width, self._prompt_ids)
+        self.surrogate = objective.policy_surrogate(
+            self.model, config.rollout.temperature, config.loss, width, self._term
         )
-        self._params: Tree = None
-        self._params = params = self.initial_params()
-        additive = config.loss.has_additive or self._term.additive
-        found = placement.plan(config, self.model, self.estimator, params, additive)
-        self.open_groups = found.open_groups
-        if owner:  # nothing refuses the config any more
-            for change in claim(workdir, config, self.chat.vocabulary()):
-                self.on_line(f"changed on resume: {change}")
-        self._introduce(params, found)
-        self.scoring = teaching.engine(
-            config, self.teacher, width, self.placement.teacher, self.on_line
+        self.segments = objective.policy_segments(
+            self.model,
+            config.rollout.temperature,
+            config.loss,
+            config.rollout.context_tokens,
+            width,
+            self._term,
         )
-        self.engine = remote or self._local(params)
-        self.pool = RolloutPool(
+
+    def _new_pool(self) -> RolloutPool:
+        return RolloutPool(
             self.engine,
             self._environment,
-            config.rollout,
-            config.seed,
+            self.config.rollout,
+            self.config.seed,
             on_span=self.timeline.add,
             make_teacher=teaching.maker(self.scoring),
             chat=self.chat,
@@ -185,7 +187,7 @@ class Run:
         self._held.close()
 
     def initial_params(self) -> Tree:
-        """What the run begins with, on the learner's mesh: module `parameters`.
+        """What the run begins with, on the learner's mesh (`placement.initializer`).
 
         Made anew every time, but for those that the run itself began with.
         """
@@ -213,11 +215,11 @@ class Run:
         """A stream for one step of this run's loss; a `TurnStream` for release "turn".
 
         Args:
-          params: Of the policy.
-          version: Theirs.
-          release: None for the config's, as the rest.
+          params: Parameters of the policy.
+          version: Policy version of the parameters.
+          release: Release rule; None for the config's.
           rows: Trajectories per call; 0 for the config's.
-          accumulator: "plain" or "exact".
+          accumulator: "plain" or "exact"; None for the config's.
         """
         config = self.config
         compared = objective.with_reference(config.loss, self._term)
@@ -275,7 +277,7 @@ class Run:
         return 0 if self.scoring is None else self.scoring.tokens_run
 
     def warn_once(self, line: str) -> None:
-        """Says something that would otherwise be said at every step."""
+        """Prints a line that would otherwise be printed at every step."""
         if line[:_KIND] not in self._warned:
             self._warned.add(line[:_KIND])
             self.on_line(line)
@@ -289,8 +291,9 @@ class Run:
         """The rollouts of a group that replaces a lost one.
 
         Args:
-          step: From 1.
-          group: From `rollout.groups_per_step` on, `config.most_replacements` many.
+          step: Number of the step, from 1.
+          group: Number of the group, from `rollout.groups_per_step` on,
+            `config.most_replacements` many.
         """
         return self._jobs(step, group)
 
@@ -311,14 +314,15 @@ class Run:
         of raw ones would push every trajectory down by the usual length penalty.
 
         Args:
-          trajectories: Those that count.
+          trajectories: The trajectories of the members that count.
         """
         if self.config.loss.advantage != "tracked_baseline":
             return
         rewards: dict[str, list[float]] = {}
-        for one in trajectories:
-            name = self._task_name(one.key.step, one.key.group)
-            rewards.setdefault(name, []).append(self.samples.shaped_reward(one))
+        for trajectory in trajectories:
+            name = self._task_name(trajectory.key.step, trajectory.key.group)
+            shaped = self.samples.shaped_reward(trajectory)
+            rewards.setdefault(name, []).append(shaped)
         self.baselines.update(rewards)
 
     def restore_baselines(self, state: dict[str, Any]) -> None:
@@ -350,14 +354,14 @@ class Run:
             tasks, seed = len(self.tasks.train), self.config.seed
             groups = self.config.rollout.groups_per_step
             start, most = (step - 1) * groups, self.config.most_replacements
-            order = task_order.take(range(tasks), seed, start, groups)
-            further = task_order.replacements(tasks, seed, step, order)
+            order = run_tasks.take(range(tasks), seed, start, groups)
+            further = run_tasks.replacements(tasks, seed, step, order)
             order += itertools.islice(itertools.cycle(further), most)
             self._order = step, order
         return self._order[1][group]
 
-    def _introduce(self, params: Tree, found: placement.SumMemory) -> None:
-        """Says what runs where, and what streaming costs in memory."""
+    def _introduce(self, params: Tree, memory: placement.SumMemory) -> None:
+        """Prints what runs where, and what streaming costs in memory."""
         shape = self.placement.mesh.shape
         count = sum(x.size for x in jax.tree.leaves(params))
         axes = " x ".join(f"{name} {size}" for name, size in shape.items())
@@ -366,8 +370,8 @@ class Run:
         self.on_line(f"{count:,} parameters; learner on {axes}, sampler on {sampler}")
         if self.config.model.path is not None:
             self.on_line(f"weights and shape of {self.config.model.path}")
-        if found.description:
-            self.on_line(found.description)
+        if memory.description:
+            self.on_line(memory.description)
         if self.teacher is not None and self.teacher.model is None:
             self.on_line(f"teacher on {self.teacher.source}")
         elif self.teacher is not None:

@@ -25,7 +25,7 @@ class State(NamedTuple):
 
 
 def make_optimizer(
-    config: OptimConfig, given: Optimizer | Factory | None = None
+    config: OptimConfig, own: Optimizer | Factory | None = None
 ) -> Optimizer:
     """What a config names, after clipping the gradient of the whole step.
 
@@ -35,19 +35,19 @@ def make_optimizer(
 
     Args:
       config: The settings.
-      given: A transformation, or a function that makes one, in place of
+      own: A transformation, or a function that makes one, in place of
         `optim.factory`.
 
     Raises:
       ConfigError: What is named or given is no optax transformation.
     """
     schedule = functools.partial(learning_rate, config)
-    if given is None and config.factory is not None:
-        given = dotted.load("optim.factory", config.factory, ["optim", "schedule"])
-    if isinstance(given, Optimizer):
-        optimizer = given
-    elif given is not None:
-        optimizer = given(config, schedule)
+    if own is None and config.factory is not None:
+        own = dotted.load("optim.factory", config.factory, ["optim", "schedule"])
+    if isinstance(own, Optimizer):
+        optimizer = own
+    elif own is not None:
+        optimizer = own(config, schedule)
         if not isinstance(optimizer, Optimizer):
             raise ConfigError(
                 f"optim.factory is {config.factory!r}, which gives {optimizer!r:.60}; "

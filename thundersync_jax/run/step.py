@@ -34,7 +34,6 @@ from thundersync_jax.metrics.learner_clock import Ran, Totals
 from thundersync_jax.metrics.progress import Progress
 from thundersync_jax.rollout.events import Completed, Event, Failed, Job, Rewarded, Turn
 from thundersync_jax.run import feed, state
-from thundersync_jax.run.dynamic_sampling import replacements
 from thundersync_jax.run.feed import Stream
 from thundersync_jax.run.run import Run
 from thundersync_jax.stream.ledger import Report
@@ -51,21 +50,22 @@ class Step:
     """What one step brought.
 
     Attributes:
-      gradient: As `GradientStream.finish` returns it.
-      report: Likewise.
-      trajectories: Of all members, failed ones included where they have tokens, in
-        (group, member) order.
+      gradient: The gradient of the step's loss, as the stream's `finish` returns it.
+      report: The stream's report.
+      trajectories: Those of all members, failed ones included where they have tokens,
+        in (group, member) order.
       failures: Members without a verdict, and why, as they came.
-      advantages: By (group, member), of the members that count.
-      rewarded_secs: By (group, member), when the verdict came in, on the monotonic
-        clock.
-      completed_secs: By (group, member), when the tokens were final, and scored where
-        there is a teacher.
-      turn_secs: By (group, member, turn), when a teacher had scored it.
+      advantages: Advantages of the members that count, by (group, member).
+      rewarded_secs: When the verdict came in, in seconds of the monotonic clock, by
+        (group, member).
+      completed_secs: When the tokens were final, and scored where there is a teacher,
+        in seconds of that clock, by (group, member).
+      turn_secs: When a teacher had scored a turn, in seconds of that clock, by (group,
+        member, turn).
       teacher_tokens: Tokens that a teacher ran through its model.
       calls: The gradient calls.
-      start_secs: When the rollouts went out, on the same clock.
-      last_reward_secs: When the last outcome came in.
+      start_secs: When the rollouts went out, in seconds of that clock.
+      last_reward_secs: When the last outcome came in, in seconds of that clock.
     """
 
     gradient: Tree
@@ -93,14 +93,14 @@ def run_step(
     """Rolls out the jobs and streams their gradients.
 
     Under `uniform_groups='replace'` further groups are rolled out in place of lost ones
-    (module `dynamic_sampling`).
+    (`replacements`).
 
     Args:
-      run: Its sampler holds the stream's parameters.
-      stream: New, of this step.
+      run: The run, whose sampler holds the stream's parameters.
+      stream: A new stream for this step.
       jobs: All members of the groups to begin with.
       version: Policy version of the parameters.
-      progress: Counts to raise.
+      progress: Counts to raise; None for counts that nobody reads.
       on_progress: Called after every event.
 
     Raises:
@@ -112,13 +112,13 @@ def run_step(
     start = time.monotonic()
     progress = progress or Progress(len(jobs), started_secs=start)
     before, taught = run.clock.totals, run.teacher_tokens
-    found, replaced = _Found(start, run.judged), 0
+    outcomes, replaced = _Outcomes(start, run.judged), 0
     step = jobs[0].key.step
     _open_groups(run, stream, jobs, step)
     for event in rollouts(run, jobs, version, stream.advance):
         assert event.key.step == step, f"{event.key} came in step {step}"
-        _tell(run, stream, event, found)
-        found.take(event)
+        _tell(run, stream, event, outcomes)
+        outcomes.take(event)
         _count(progress, event, run.clock.totals, before)
         for group in _replacements(run, len(stream.lost_groups), replaced):
             further = run.replacement_jobs(step, group)
@@ -127,24 +127,24 @@ def run_step(
             progress.add(len(further))
             replaced += 1
         on_progress(progress)
-    _check_failures(found, run.config.rollout.failed_share_limit)
+    _check_failures(outcomes, run.config.rollout.failed_share_limit)
     gradient, report = stream.finish()
     calls = run.clock.take()
-    worked = max([found.last_reward_secs, *(ran.end_secs for ran in calls)])
+    worked = max([outcomes.last_reward_secs, *(ran.end_secs for ran in calls)])
     run.timeline.add(Span("boundary", "close and reduce", worked, time.monotonic()))
     return Step(
         gradient=gradient,
         report=report,
-        trajectories=found.in_order,
-        failures=found.failures,
+        trajectories=outcomes.in_order,
+        failures=outcomes.failures,
         advantages=stream.advantages,
-        rewarded_secs=found.rewarded_secs,
-        completed_secs=found.completed_secs,
-        turn_secs=found.turn_secs,
+        rewarded_secs=outcomes.rewarded_secs,
+        completed_secs=outcomes.completed_secs,
+        turn_secs=outcomes.turn_secs,
         teacher_tokens=run.teacher_tokens - taught,
         calls=calls,
         start_secs=start,
-        last_reward_secs=found.last_reward_secs,
+        last_reward_secs=outcomes.last_reward_secs,
     )
 
 
@@ -154,10 +154,10 @@ def conclude(
     """The rest of the step boundary: the update, and its publication to the sampler.
 
     Args:
-      run: Of the step.
-      update: The optimizer's.
-      now: Before the update; donated.
-      done: The step. Where its gradient is exactly 0 nothing happens.
+      run: The run of the step.
+      update: The optimizer's jitted update.
+      now: State before the update; donated.
+      done: The step; where its gradient is exactly 0 nothing happens.
       version: Policy version of `now`.
 
     Returns:
@@ -182,18 +182,18 @@ def roll_out(run: Run, step: int, version: int) -> tuple[list[Trajectory], float
     start = time.monotonic()
     lossy = run.config.partial_groups == "drop"
     roster = Roster(run.judged, drop_partial=lossy, drop_uniform=run.judged)
-    found, lost, replaced = _Found(start, run.judged), set(), 0
+    outcomes, lost, replaced = _Outcomes(start, run.judged), set(), 0
     jobs = run.train_jobs(step)
     for group, members in _sizes(jobs, step):
         roster.open_group(group, members)
     for event in rollouts(run, jobs, version):
-        found.take(event)
+        outcomes.take(event)
         place = event.key.group, event.key.member
         if isinstance(event, Completed):
             roster.complete(*place)
         elif isinstance(event, Rewarded) and run.judged:
             roster.reward(*place, event.reward, raw=None)
-        elif isinstance(event, Failed) and not found.unjudged(event):
+        elif isinstance(event, Failed) and not outcomes.unjudged(event):
             roster.fail(*place)
         if roster.verdict(event.key.group) not in (None, "kept"):
             lost.add(event.key.group)
@@ -202,7 +202,7 @@ def roll_out(run: Run, step: int, version: int) -> tuple[list[Trajectory], float
             roster.open_group(group, len(further))
             run.pool.add(further, version)
             replaced += 1
-    return found.in_order, found.last_reward_secs - start
+    return outcomes.in_order, outcomes.last_reward_secs - start
 
 
 def rollouts(
@@ -214,9 +214,9 @@ def rollouts(
     """Starts the jobs and yields the pool's events until every outcome is in.
 
     Args:
-      run: Its pool rolls out.
-      jobs: The first of one step; whoever reads an event may add more to the pool.
-      version: Of the parameters that the sampler holds.
+      run: The run, whose pool rolls out.
+      jobs: Jobs of one step; whoever reads an event may add more to the pool.
+      version: Policy version of the parameters that the sampler holds.
       advance: Called before every wait, which an event ends or a call that has ended.
     """
     run.pool.start(jobs, version)
@@ -232,7 +232,7 @@ def rollouts(
 
 
 @dataclasses.dataclass
-class _Found:
+class _Outcomes:
     """What the events of a step have brought so far; fields as in `Step`."""
 
     last_reward_secs: float
@@ -287,8 +287,27 @@ def _sizes(jobs: Sequence[Job], step: int) -> list[tuple[int, int]]:
     return sorted(collections.Counter(job.key.group for job in jobs).items())
 
 
+def replacements(first: int, bound: int, lost: int, replaced: int) -> range:
+    """Numbers of the groups to open now in place of lost ones, one for one.
+
+    Groups are numbered: `first` of them begin together, and each further one takes the
+    next number. Which of them make the batch follows from outcomes alone and not from
+    who finished first: docs/losses.md has the proof.
+
+    Args:
+      first: Groups that the step begins with.
+      bound: The most groups that may be opened beyond those.
+      lost: Groups that closed and do not count, so far.
+      replaced: Groups opened in their place, so far.
+
+    Source: DAPO, arXiv 2503.14476, section 3.2.
+    Differs: DAPO samples whole batches more until enough groups survive, and drops the
+      surplus.
+    """
+    return range(first + replaced, first + min(bound, lost))
+
+
 def _replacements(run: Run, lost: int, replaced: int) -> Sequence[int]:
-    """Numbers of the groups to roll out now in place of lost ones."""
     if run.config.uniform_groups != "replace" or run.pool.ended:
         return ()
     rollout = run.config.rollout
@@ -297,14 +316,14 @@ def _replacements(run: Run, lost: int, replaced: int) -> Sequence[int]:
     return replacements(first, bound, lost, replaced)
 
 
-def _tell(run: Run, stream: Stream, event: Event, found: _Found) -> None:
+def _tell(run: Run, stream: Stream, event: Event, outcomes: _Outcomes) -> None:
     if isinstance(event, Turn):
         feed.turn(run, stream, event.trajectory, event.start)
     elif isinstance(event, Completed):
         feed.complete(run, stream, event.trajectory)
     elif isinstance(event, Rewarded):
         feed.reward(run, stream, event.trajectory)
-    elif found.unjudged(event):
+    elif outcomes.unjudged(event):
         run.warn_once(
             f"verdicts fail, and distillation goes on without them; {event.key}: "
             f"{event.stop_reason.value}: {event.reason}"
@@ -331,9 +350,9 @@ def _count(progress: Progress, event: Event, now: Totals, before: Totals) -> Non
     progress.learner_secs = now.busy_secs - before.busy_secs
 
 
-def _check_failures(found: _Found, limit: float) -> None:
-    failures = found.failures
-    ended = found.rewarded_secs if found.judged else found.completed_secs
+def _check_failures(outcomes: _Outcomes, limit: float) -> None:
+    failures = outcomes.failures
+    ended = outcomes.rewarded_secs if outcomes.judged else outcomes.completed_secs
     total = len(ended) + len(failures)
     if len(failures) > limit * total:
         first = failures[0]

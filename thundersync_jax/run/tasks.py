@@ -1,4 +1,4 @@
-"""The tasks of a run: those that fit it, and the rollouts they are asked in."""
+"""The tasks of a run: those that fit it, and the rollouts they are part of."""
 
 import dataclasses
 import os
@@ -28,7 +28,7 @@ def make_jobs(phase: str, step: int, tasks: Sequence[Any], members: int) -> list
 
 
 def prepared(factory: Callable[..., TaskSet], config: Config) -> tuple[TaskSet, Chat]:
-    """The tasks that fit the context, and how they are told to the model.
+    """The tasks that fit the context, and the chat that puts them into ids.
 
     Raises:
       ConfigError: They are not what the config needs, or the model has no words for
@@ -40,12 +40,16 @@ def prepared(factory: Callable[..., TaskSet], config: Config) -> tuple[TaskSet, 
             f"env.factory {config.env.factory!r} returned {type(tasks).__name__}; "
             "expected an envs.base.TaskSet"
         )
-    given = config.chat
-    system = tasks.system if given.system is None else given.system
+    chat_settings = config.chat
+    system = tasks.system if chat_settings.system is None else chat_settings.system
     path = config.model.path
     folder = None if path is None else os.path.expanduser(path)
     chat = templates.open_chat(
-        folder, given.format, tasks.tools, system or None, given.thinking
+        folder,
+        chat_settings.format,
+        tasks.tools,
+        system or None,
+        chat_settings.thinking,
     )
     _check_ids(chat, config)
     if folder is not None:
@@ -87,10 +91,10 @@ def _checked(tasks: TaskSet, config: Config, chat: Chat) -> TaskSet:
             "`demonstrate`; give it one or set warm_start.steps=0"
         )
     fitting = _fitting(tasks, config, chat)
-    asked = {"evaluation.questions": config.evaluation.questions}
+    wanted = {"evaluation.questions": config.evaluation.questions}
     if config.warm_start.steps:
-        asked["warm_start.check_questions"] = config.warm_start.check_questions
-    for name, questions in asked.items():
+        wanted["warm_start.check_questions"] = config.warm_start.check_questions
+    for name, questions in wanted.items():
         if len(fitting.heldout) < questions:
             raise ConfigError(
                 f"{name} is {questions} and {len(fitting.heldout)} held-out tasks fit "
@@ -142,10 +146,10 @@ def take(tasks: Sequence[Any], seed: int, start: int, count: int) -> list[Any]:
     a step may begin in one epoch and end in the next.
 
     Args:
-      tasks: At least one.
-      seed: Of the run.
+      tasks: The tasks, at least one.
+      seed: Seed of the run.
       start: Position of the first, usually (step - 1) * groups_per_step.
-      count: How many.
+      count: Number of tasks.
     """
     chosen, orders = [], {}
     for position in range(start, start + count):
@@ -164,10 +168,10 @@ def replacements(tasks: int, seed: int, step: int, own: Collection[int]) -> list
     are replaced moves no task of a later step.
 
     Args:
-      tasks: How many there are; they are named by their indices.
-      seed: Of the run.
-      step: From 1.
-      own: What the step has already. It is left out, unless it is everything.
+      tasks: Number of tasks; they are named by their indices.
+      seed: Seed of the run.
+      step: Number of the step, from 1.
+      own: Tasks that the step has already. They are left out, unless they are all.
     """
     rng = np.random.default_rng((seed, step, _REPLACEMENTS))
     order = rng.permutation(tasks).tolist()

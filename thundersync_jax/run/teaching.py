@@ -48,9 +48,9 @@ def load(
     """The policy that a config names, made where it is missing; None without one.
 
     Args:
-      config: Its `teacher`.
-      vocabulary: Of the student: the teacher must mean the same by every id.
-      on_line: Told what is made.
+      config: The settings, of which `teacher` names it.
+      vocabulary: The student's ids by token, which the teacher must share.
+      on_line: Called with one line about what is made.
 
     Raises:
       ConfigError: There is none and nothing to make it from, or it speaks of other
@@ -62,15 +62,16 @@ def load(
         teacher, words = _served(config)
     else:
         teacher, words = _trained(config, on_line)
-    sizes = config.model.vocab_size, teacher.vocab_size
-    rollout_teacher.check_vocabulary(vocabulary, words, *sizes)
+    rollout_teacher.check_vocabulary(
+        vocabulary, words, config.model.vocab_size, teacher.vocab_size
+    )
     return teacher
 
 
 def width(config: Config, teacher: Teacher | None) -> int:
     """Ids that the policy and its teacher have."""
-    sizes = [config.model.vocab_size] + ([teacher.vocab_size] if teacher else [])
-    return min(sizes)
+    vocab_size = config.model.vocab_size
+    return min(vocab_size, teacher.vocab_size) if teacher else vocab_size
 
 
 def engine(
@@ -84,15 +85,15 @@ def engine(
 
     Args:
       config: The settings.
-      teacher: As `load` returns it.
-      width: Ids of both sides.
-      device: Of a teacher in this process.
-      on_line: Told of servers that are lost.
+      teacher: The teacher, as `load` returns it.
+      width: Ids that student and teacher have.
+      device: The device of a teacher in this process.
+      on_line: Called with one line about servers that are lost.
     """
     if teacher is None:
         return None
     rollout, loss = config.rollout, config.loss
-    asked = {
+    questions = {
         "kind": loss.teacher_kind,
         "top_k": loss.distill_top_k or 0,
         "width": width,
@@ -102,7 +103,7 @@ def engine(
     if teacher.model is None:
         secs = config.teacher.request_timeout_secs
         return VLLMTeacher(
-            config.teacher.servers, timeout_secs=secs, on_line=on_line, **asked
+            config.teacher.servers, timeout_secs=secs, on_line=on_line, **questions
         )
     return ScoringEngine(
         teacher.model,
@@ -110,7 +111,7 @@ def engine(
         sessions=rollout.slots,
         buckets=config.teacher.buckets or rollout.prefill_buckets,
         device_or_sharding=device,
-        **asked,
+        **questions,
     )
 
 
@@ -169,19 +170,19 @@ def _served(config: Config) -> tuple[Teacher, dict[str, int]]:
 
 
 def _make(config: Config, workdir: Path, on_line: Callable[[str], None]) -> None:
-    given = config.teacher.config
-    if given is None:
+    source = config.teacher.config
+    if source is None:
         raise ConfigError(
             f"teacher.workdir is {workdir}, which holds no finished run, and "
             "teacher.config is none. Train the teacher there, or name its config."
         )
     module = "thundersync_jax.train"
-    command = ["-m", module, f"--config={given}", f"--workdir={workdir}"]
+    command = ["-m", module, f"--config={source}", f"--workdir={workdir}"]
     on_line(f"no teacher in {workdir} yet: python {' '.join(command)}")
     # A process of its own: jax has as many devices as its first run asked for.
-    found = subprocess.run([sys.executable, *command], env=os.environ)
-    if found.returncode:
+    process = subprocess.run([sys.executable, *command], env=os.environ)
+    if process.returncode:
         raise ConfigError(
-            f"making the teacher ended with status {found.returncode}; its command was "
-            f"python {' '.join(command)}. Look at what it printed above."
+            f"making the teacher ended with status {process.returncode}; its command "
+            f"was python {' '.join(command)}. Look at what it printed above."
         )
