@@ -19,6 +19,7 @@ setup(
     author="The thundersync_jax authors",
     license="Apache-2.0",
     python_requires=">=3.11",
+    entry_points={"console_scripts": ["thundersync = thundersync_jax.__main__:main"]},
     packages=find_packages(include=["thundersync_jax", "thundersync_jax.*"]),
     install_requires=[
         JAX.format(""),

@@ -12,6 +12,8 @@ from jax._src import compiler
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.devices()  # all eight now: a run under test may ask for fewer
+# Programs of one test are no other's, but where a test asks for it.
+jax.config.update("jax_enable_compilation_cache", False)
 # Shapes that broadcast by accident are errors.
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -30,6 +32,12 @@ QUICK = [
 # beyond, compiling ends in a segmentation fault.
 MOST_MAPPINGS = 25_000
 MAPPINGS = pathlib.Path("/proc/self/maps")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def programs_of_processes(tmp_path_factory):
+    """Commands under test keep their programs, but not in the user's folder."""
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.getbasetemp() / "cache")
 
 
 @pytest.fixture(scope="module", autouse=True)

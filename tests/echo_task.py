@@ -171,6 +171,7 @@ def kept_programs(folder: Path) -> Iterator[None]:
 
     jax.devices()  # all of them, before a run asks for fewer
     names = {
+        "jax_enable_compilation_cache": True,
         "jax_compilation_cache_dir": str(folder),
         "jax_persistent_cache_min_compile_time_secs": 0.0,
         "jax_persistent_cache_min_entry_size_bytes": -1,

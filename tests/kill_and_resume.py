@@ -106,6 +106,7 @@ class Runs:
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         }
         environment.pop("JAX_COMPILATION_CACHE_DIR", None)
+        environment["JAX_ENABLE_COMPILATION_CACHE"] = str(cached).lower()
         if cached:
             environment["JAX_COMPILATION_CACHE_DIR"] = str(self.cache)
         output, errors = self.folder / "output", self.folder / "errors"

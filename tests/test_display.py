@@ -11,7 +11,7 @@ import pytest
 from thundersync_jax.chat import byte_level
 from thundersync_jax.envs.base import Action
 from thundersync_jax.metrics.progress import Progress, RunProgress
-from thundersync_jax.run.heldout import wilson_interval
+from thundersync_jax.run.heldout import Evaluation, wilson_interval
 from thundersync_jax.types import StopReason, Trajectory, TrajectoryKey
 from thundersync_jax.view.display import Display, StepRow, progress_line
 
@@ -33,6 +33,11 @@ def terminal(request, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(request.param))
     monkeypatch.setenv("LINES", "40")
     return Terminal(), request.param
+
+
+def evaluation(successes, answers, reward=None):
+    trajectories = [trajectory(reward=reward)] * answers
+    return Evaluation(np.array([successes] + [0] * (answers - 1)), 1, trajectories, {})
 
 
 def visible(text):
@@ -86,7 +91,7 @@ def test_the_heading_comes_back_after_many_rows_and_after_a_sample():
     for step in range(45):
         display.row(step_row(step))
         if step == 2:
-            display.evaluation("held-out success", 1, 2)
+            display.evaluation("held-out success", evaluation(1, 2))
             display.sample(trajectory(), 0.5)
     lines = stream.getvalue().splitlines()
     headings = [i for i, line in enumerate(lines) if "staleness" in line]
@@ -304,12 +309,15 @@ def test_interval_of_nothing_says_nothing_and_of_too_many_is_refused():
     for total in range(1, 300):
         assert wilson_interval(0, total)[0] == 0.0
         assert wilson_interval(total, total)[1] == 1.0
-    with pytest.raises(ValueError, match="3 successes of 2 tries"):
+    with pytest.raises(ValueError, match="greater than n"):
         wilson_interval(3, 2)
 
 
 def test_evaluation_is_shown_with_its_interval():
     stream = io.StringIO()
-    Display(stream).evaluation("held-out success", 81, 263)
-    expected = "held-out success 30.8%  81 of 263, 95% interval 25.5% to 36.6%\n"
-    assert stream.getvalue() == expected
+    Display(stream).evaluation("held-out success", evaluation(81, 263, reward=1.5))
+    assert stream.getvalue() == (
+        "held-out success 30.8%  81 of 263, 95% interval 25.5% to 36.6%; "
+        "mean reward 1.500
+"
+    )

@@ -1,6 +1,8 @@
 """Held-out evaluation: what it counts, and what two of them have in common."""
 
 import itertools
+import json
+import shutil
 
 import echo_task
 import numpy as np
@@ -58,6 +60,70 @@ def test_command_reads_the_newest_policy(untouched):
     assert sum(result["stop_reasons"].values()) == 32 * 4
     low, high = result["interval"]
     assert low < result["success"] < high
+
+
+def test_greedy_answers_are_the_same_in_every_sample(untouched):
+    """Against argmax by hand would be the sampler's own test; here it arrives."""
+    config, workdir = untouched
+    greedy = evaluate(config, workdir, temperature=0.0)
+    assert (greedy["samples"], greedy["temperature"]) == (1, 0.0)
+    assert list(greedy["pass_at"]) == ["1"]
+    twice = evaluate(config, workdir, temperature=0.0, samples=2)
+    assert twice["pass_at"]["1"] == twice["pass_at"]["2"] == greedy["success"]
+    assert greedy["success"] != evaluate(config, workdir, samples=1)["success"]
+    other = echo_task.replace(config, {"rollout.temperature": 0.3})
+    cool = evaluate(config, workdir, temperature=0.3)
+    assert cool == evaluate(other, workdir)
+    with pytest.raises(ConfigError, match="--temperature is -1"):
+        evaluate(config, workdir, temperature=-1.0)
+
+
+def test_a_step_names_a_checkpoint_and_others_are_listed(untouched):
+    config, workdir = untouched
+    newest = evaluate(config, workdir, samples=1)
+    for step in (0, 2):
+        found = evaluate(config, workdir, samples=1, step=step)
+        assert found == newest | {"step": step}  # the learning rate is 0
+    with pytest.raises(ConfigError, match=r"of step 1, expected one of \[0, 2\]"):
+        evaluate(config, workdir, step=1)
+
+
+def test_rewards_that_are_not_0_or_1_have_a_mean(untouched):
+    """With verdicts from 0 to 6 the held-out line said 0 %."""
+    config, workdir = untouched
+    verdicts = echo_task.scripted([0.0, 6.0, 3.0, ConnectionError("no verdict")])
+    found = evaluate(config, workdir, samples=4, environment=verdicts)
+    assert (found["success"], found["reward"]) == (0.0, 3.0)
+    assert found["stop_reasons"]["environment_error"] == 32
+    assert 0.0 <= found["truncated_share"] <= 0.75
+
+
+def test_metrics_and_result_have_rewards_and_stop_reasons(untouched):
+    config, workdir = untouched
+    rows = read(workdir)
+    reward = evaluate(config, workdir, samples=1)["reward"]
+    assert [row["heldout_reward"] for row in rows] == [reward] * 3
+    members = config.rollout.groups_per_step * config.rollout.group_size
+    for row in rows[1:]:
+        stops = {k: v for k, v in row.items() if k.startswith("stop_")}
+        assert sum(stops.values()) == members
+        cut = ("length", "turn_limit", "context_overflow")
+        expected = sum(stops[f"stop_{name}"] for name in cut) / members
+        assert row["truncated_share"] == expected
+    result = json.loads((workdir / "result.json").read_text())
+    assert result["heldout_reward"]["end"] == rows[-1]["heldout_reward"]
+
+
+def test_a_run_that_lost_its_metrics_can_still_end(untouched, tmp_path):
+    config, workdir = untouched
+    copy = shutil.copytree(workdir, tmp_path / "copy")
+    (copy / "metrics.jsonl").unlink()
+    (copy / "result.json").unlink()
+    result = train.train(config, copy)
+    assert result["heldout_success"] == {"warm_start": None, "end": None}
+    assert (
+        result["sha256"] == json.loads((workdir / "result.json").read_text())["sha256"]
+    )
 
 
 def test_another_tool_may_be_evaluated_but_not_another_model(untouched):

@@ -5,10 +5,13 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+import thundersync_jax
+from thundersync_jax.__main__ import COMMANDS, main
 from thundersync_jax.config import Config
 from thundersync_jax.config.settings import settings
 from thundersync_jax.errors import ConfigError, StreamError
@@ -171,7 +174,8 @@ def test_wrong_command_line_is_one_line_and_status_2(file, capsys, arguments):
     shown = capsys.readouterr()
     assert status == 2 and not calls
     assert REFUSED[arguments] in shown.err
-    assert shown.err.count("\n") == 1 and not shown.out
+    assert shown.err.count("\n") == 1
+    assert not shown.out or "--json" in arguments
 
 
 @pytest.mark.parametrize(
@@ -256,7 +260,7 @@ def test_a_signal_ends_in_one_line_whatever_the_command_makes_of_it(how, number)
         "def command(workdir):\n"
         "    print('started', flush=True)\n"
         f"    {INTERRUPTED[how]}\n"
-        "flags.run(command, needs=(), argv=['program'])\n"
+        "flags.run(command, needs=(), argv=['program', '--json'])\n"
     )
     with subprocess.Popen(
         [sys.executable, "-c", script],
@@ -267,9 +271,54 @@ def test_a_signal_ends_in_one_line_whatever_the_command_makes_of_it(how, number)
     ) as process:
         assert process.stdout.readline() == "started\n"
         process.send_signal(number)
-        _, errors = process.communicate(timeout=10)
+        output, errors = process.communicate(timeout=10)
     assert errors == "interrupted\n"
     assert process.returncode == 128 + number
+    result = {"error": "interrupted", "kind": "KeyboardInterrupt"}
+    assert json.loads(output) == result
+
+
+@pytest.mark.parametrize("secs", [0.4, 0.9])
+def test_a_signal_while_a_command_imports_ends_it(secs):
+    """jax's callbacks of the garbage collector swallowed it, and the run went on."""
+    command = [sys.executable, "-m", "thundersync_jax.train", "--config=none.py"]
+    with subprocess.Popen(
+        ["nice", "-n", "19", *command, "--workdir=w"], cwd=ROOT, stderr=subprocess.PIPE
+    ) as process:
+        time.sleep(secs)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=30)
+    assert process.returncode in (-signal.SIGINT, 130)
+
+
+def test_every_command_is_listed_and_runs_by_its_name(capsys, monkeypatch):
+    package = Path(thundersync_jax.__file__).parent
+    commands = [
+        path.stem
+        for path in package.glob("*.py")
+        if "__main__" in path.read_text() and path.stem not in ("__main__", "flags")
+    ]
+    assert sorted(COMMANDS) == sorted(commands)
+    one, other = (
+        subprocess.run(
+            [sys.executable, "-m", *how, "--help"],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            timeout=120,
+            check=True,
+        ).stdout
+        for how in (["thundersync_jax.show"], ["thundersync_jax", "show"])
+    )
+    assert one == other and "usage: python -m thundersync_jax.show" in one
+    monkeypatch.setattr(sys, "argv", ["thundersync"])
+    main()
+    listed = capsys.readouterr().out
+    assert all(f"\n  {name} " in listed for name in commands)
+    monkeypatch.setattr(sys, "argv", ["thundersync", "trian"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "'trian' is no command. Did you mean train?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("missing", ["--config", "--workdir"])
@@ -333,12 +382,76 @@ def test_interrupts_and_refusals_inside_a_command_are_one_line(
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_other_errors_keep_their_traceback(file):
+def test_other_errors_keep_their_traceback(file, capsys):
     def command(config, workdir):
         raise ValueError("somebody else's")
 
     with pytest.raises(ValueError, match="somebody else's"):
-        run(command, argv=["program", f"--config={file}", "--workdir=w"])
+        run(command, argv=["program", f"--config={file}", "--workdir=w", "--json"])
+    expected = {"error": "somebody else's", "kind": "ValueError"}
+    assert json.loads(capsys.readouterr().out) == expected
+
+
+EXITED = "the command's own code called sys.exit"
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "message"),
+    [
+        (ConfigError("a\nb"), 2, "a b"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (SystemExit(0), 1, f"{EXITED}(0)"),
+        (SystemExit(3), 3, f"{EXITED}(3)"),
+    ],
+)
+def test_json_is_the_last_line_of_a_failure_too(file, capsys, error, status, message):
+    def command(config, workdir):
+        print("for people")
+        raise error
+
+    given = (f"--config={file}", "--workdir=w", "--json")
+    assert command_line(*given, command=command)[0] == status
+    shown = capsys.readouterr()
+    assert shown.out.splitlines()[0] == "for people"
+    expected = {"error": message, "kind": type(error).__name__}
+    assert json.loads(shown.out.splitlines()[-1]) == expected
+    assert shown.err.count("\n") == 1
+
+
+def test_json_is_the_last_line_of_a_command_line_that_is_refused(file, capsys):
+    for given in (["--json", "--config.steps"], ["--sample=3", "--json"], ["--json"]):
+        assert command_line(*given)[0] == 2
+        shown = capsys.readouterr()
+        assert json.loads(shown.out)["error"] in shown.err
+    assert command_line("--json", "--help") == (0, [])
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {}
+
+
+def test_what_stands_alone_arrives_where_a_command_takes_it():
+    options = {
+        "needs": (),
+        "positional": "dirs",
+        "flags": {"plot": Flag(str, None, "")},
+    }
+    status, calls = command_line("a", "--plot=x.png", "b", **options)
+    assert (status, calls) == (0, [((), {"dirs": ("a", "b"), "plot": "x.png"})])
+
+
+@pytest.mark.parametrize(
+    "body", ["sys.exit(0)", "raise SystemExit", "raise GeneratorExit"]
+)
+def test_a_config_file_that_exits_is_an_error(tmp_path, capsys, body):
+    """A job script took it for a finished run."""
+    path = tmp_path / "leaves.py"
+    path.write_text(f"import sys\n{body}\n")
+    assert command_line(f"--config={path}", "--workdir=w")[0] == 2
+    shown = capsys.readouterr().err
+    assert "leaves.py:2: " in shown and shown.count("\n") == 1
+
+
+def test_a_folder_in_place_of_a_config_is_named(capsys):
+    assert command_line("--config=tests", "--workdir=w")[0] == 2
+    assert "--config is 'tests', which is a folder" in capsys.readouterr().err
 
 
 @pytest.mark.smoke

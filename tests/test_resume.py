@@ -9,13 +9,13 @@ import jax
 import numpy as np
 import pytest
 
-from thundersync_jax import evaluate, train
+from thundersync_jax import train
 from thundersync_jax.chat import byte_level
 from thundersync_jax.config import OptimConfig
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.metrics.records import read_rollouts, rollouts_path
 from thundersync_jax.metrics.writer import read
-from thundersync_jax.run import run, state, tasks
+from thundersync_jax.run import placement, run, state, tasks
 from thundersync_jax.run.checkpoint import Checkpoints, sha256
 
 STEPS, GROUPS, SIZE, TASKS = 10, 3, 4, 8
@@ -200,7 +200,7 @@ def test_masters_are_float32_whatever_the_activations(tmp_path):
         params = jax.tree.map(lambda x: x * 0 + 1.001, built.initial_params())
         with Checkpoints(tmp_path / "checkpoints", keep=1) as checkpoints:
             checkpoints.save(1, state.init(built.optimizer, params), {})
-        step, found = evaluate.newest_policy(built)
+        step, found = placement.policy(tmp_path, built.initial_params())
     assert step == 1
     for x in jax.tree.leaves(found):
         np.testing.assert_array_equal(np.asarray(x), np.float32(1.001))

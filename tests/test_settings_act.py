@@ -335,8 +335,11 @@ def test_settings_of_an_evaluation_arrive(monkeypatch):
         return Evaluation(np.array([0, 1]), samples, [], {})
 
     monkeypatch.setattr(train, "heldout", heldout)
-    display = types.SimpleNamespace(evaluation=lambda *shown: asked.append(shown[1:]))
+    display = types.SimpleNamespace(
+        evaluation=lambda label, shown: asked.append(shown.answers)
+    )
     changes = {"evaluation.questions": 2, "evaluation.samples": 3}
     run = types.SimpleNamespace(config=echo_task.small(**changes))
-    train._evaluate(run, display, 0, 0, "held-out success")
-    assert asked == [(2, 3), (1, 6)]
+    loop = types.SimpleNamespace(_run=run, _display=display, version=0)
+    train._Loop.evaluate(loop, 0, "held-out success")
+    assert asked == [(2, 3), 6]

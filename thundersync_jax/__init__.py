@@ -1,6 +1,8 @@
 """Reinforcement learning of language-model agents by gradient streaming, in JAX."""
 
 import importlib
+import signal
+import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # for editors: the same names, imported on first use below
@@ -13,6 +15,13 @@ if TYPE_CHECKING:  # for editors: the same names, imported on first use below
     from thundersync_jax.stream.surrogate import Max as Max
     from thundersync_jax.stream.surrogate import Surrogate as Surrogate
     from thundersync_jax.stream.turn_stream import TurnStream as TurnStream
+
+# While `python -m thundersync_jax.train` imports jax, whose callbacks swallow
+# exceptions, Ctrl-C ends the process; `flags.run` takes over.
+_COMMAND = any(text.partition(".")[0] == __name__ for text in sys.orig_argv)
+_UNTOUCHED = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+if sys.argv[:1] == ["-m"] and _COMMAND and _UNTOUCHED:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 _HOME = {
     "GradientStream": "stream.gradient_stream",

@@ -1,4 +1,4 @@
-"""Held-out success of a policy, sampled at the training temperature.
+"""Held-out success and reward of a policy, sampled or with its likeliest tokens.
 
 python -m thundersync_jax.evaluate --config=FILE.py --workdir=DIR --samples=4
 """
@@ -13,31 +13,41 @@ from thundersync_jax.config import Config
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.flags import Flag
 from thundersync_jax.flags import run as run_command
+from thundersync_jax.metrics.records import stop_metrics
 from thundersync_jax.models.base import ModelFactory
-from thundersync_jax.run.heldout import heldout, newest_policy
+from thundersync_jax.run import placement
+from thundersync_jax.run.heldout import heldout
 from thundersync_jax.run.run import Factory, Run
 from thundersync_jax.view.display import Display
+
+_SAMPLES = 4
 
 
 def evaluate(
     config: Config,
     workdir: str | Path,
     *,
-    samples: int = 4,
+    samples: int | None = None,
     questions: int | None = None,
+    step: int | None = None,
+    temperature: float | None = None,
     environment: Factory | None = None,
     model: ModelFactory | None = None,
 ) -> dict[str, Any]:
-    """Evaluates the newest policy of a work directory: a checkpoint, or the warm start.
+    """Evaluates a policy of a work directory: a checkpoint, or the warm start.
 
     The config may differ from the one that trained it (another tool, temperature or
     limit); the model may not.
 
     Args:
       config: The settings.
-      workdir: Of a training run.
-      samples: Answers per question.
+      workdir: Directory of a training run.
+      samples: Answers per question; None takes 4, and 1 at temperature 0.
       questions: Held-out questions; None takes `evaluation.questions`.
+      step: Step of the checkpoint, 0 for the warm start's policy; None takes the
+        newest.
+      temperature: Logits are divided by it, and 0 takes the likeliest token; None
+        takes `rollout.temperature`.
       environment: Makes the task set, in place of `config.env.factory`.
       model: Makes the policy, in place of `config.model.factory`.
 
@@ -45,10 +55,19 @@ def evaluate(
       The JSON object of `--json`.
 
     Raises:
-      ConfigError: There is no policy, or fewer held-out questions than asked for.
+      ConfigError: There is no such policy, or fewer held-out questions than asked for.
     """
     if questions is None:
         questions = config.evaluation.questions
+    if temperature is None:
+        temperature = config.rollout.temperature
+    if not 0 <= temperature < math.inf:
+        raise ConfigError(
+            f"--temperature is {temperature}, expected a number of at least 0. "
+            "0 takes the likeliest token."
+        )
+    if samples is None:
+        samples = _SAMPLES if temperature else 1
     display = Display()
     with Run(config, workdir, environment, display.line, model=model) as run:
         if not (1 <= questions <= len(run.tasks.heldout) and samples >= 1):
@@ -56,28 +75,32 @@ def evaluate(
                 f"--questions is {questions} and --samples {samples}; expected 1 to "
                 f"{len(run.tasks.heldout)} held-out questions and at least 1 sample."
             )
-        step, params = newest_policy(run)
+        step, params = placement.policy(workdir, run.initial_params(), step)
         run.publish(params, step)
-        found = heldout(run, step, questions, samples)
+        evaluation = heldout(run, step, questions, samples, temperature=temperature)
+    stops = stop_metrics(evaluation.stop_reasons)
     result = {
         "step": step,
         "questions": questions,
         "samples": samples,
-        "success": found.success,
-        "interval": list(found.interval),
-        "pass_at": {str(k): found.pass_at(k) for k in _draws(samples)},
-        "turns_mean": _mean([t.turns for t in found.trajectories]),
-        "action_tokens_mean": _mean([t.action_tokens for t in found.trajectories]),
-        "stop_reasons": found.stop_reasons,
+        "temperature": temperature,
+        "success": evaluation.success,
+        "interval": list(evaluation.interval),
+        "reward": evaluation.reward,
+        "pass_at": {str(k): evaluation.pass_at(k) for k in _draws(samples)},
+        "turns_mean": _mean([t.turns for t in evaluation.trajectories]),
+        "action_tokens_mean": _mean([t.action_tokens for t in evaluation.trajectories]),
+        "stop_reasons": evaluation.stop_reasons,
+        "truncated_share": stops["truncated_share"],
     }
-    display.evaluation(f"step {step}", int(found.successes.sum()), found.answers)
+    display.evaluation(f"step {step}", evaluation)
     for k, value in result["pass_at"].items():
         display.line(f"pass@{k:<4} {100 * value:5.1f}%")
     display.line(
         f"{result['turns_mean']:.2f} turns and {result['action_tokens_mean']:.1f} "
         "sampled tokens per answer"
     )
-    for reason, count in sorted(found.stop_reasons.items()):
+    for reason, count in sorted(evaluation.stop_reasons.items()):
         display.line(f"{reason:<18} {count:5d}")
     return result
 
@@ -95,7 +118,9 @@ if __name__ == "__main__":
     run_command(
         evaluate,
         flags={
-            "samples": Flag(int, 4, "answers per question"),
+            "samples": Flag(int, None, "answers per question; 4, or 1 if greedy"),
             "questions": Flag(int, None, "held-out questions; the config's number"),
+            "step": Flag(int, None, "checkpoint to evaluate; the newest"),
+            "temperature": Flag(float, None, "of sampling, 0 is greedy; the config's"),
         },
     )

@@ -2,10 +2,10 @@
 
     python -m thundersync_jax.export --config=FILE.py --workdir=DIR --folder=OUT
 
-The newest policy of the work directory; with `--initial` the parameters that a run
-begins with, which is what servers start from (`launch/local_vllm.sh`); with `--untied`
-the head is a tensor of its own. Tokenizer and chat template are those of `model.path`,
-or the byte-level vocabulary.
+The newest policy of the work directory, or with `--step` that of another checkpoint;
+with `--initial` the parameters that a run begins with, which is what servers start from
+(`launch/local_vllm.sh`); with `--untied` the head is a tensor of its own. Tokenizer and
+chat template are those of `model.path`, or the byte-level vocabulary.
 """
 
 import dataclasses
@@ -31,6 +31,7 @@ def export(
     workdir: str | Path | None = None,
     *,
     folder: str | None = None,
+    step: int | None = None,
     dtype: str = "float32",
     initial: bool = False,
     untied: bool = False,
@@ -39,9 +40,11 @@ def export(
 
     Args:
       config: The settings.
-      workdir: Of a training run; not needed for `initial`.
-      folder: Where to write.
-      dtype: Of the stored weights, "float32" or "bfloat16".
+      workdir: Directory of a training run; not needed for `initial`.
+      folder: Directory to write.
+      step: Step of the checkpoint to write, 0 for the warm start's policy; None takes
+        the newest.
+      dtype: Type of the stored weights, "float32" or "bfloat16".
       initial: Whether to take the parameters that a run begins with.
       untied: Whether a head that is the transposed embedding becomes a tensor of its
         own. vLLM on CPU packs a tied head once and never reloads it.
@@ -51,7 +54,7 @@ def export(
 
     Raises:
       ConfigError: No folder is named, it is the one that the model comes from, or the
-        work directory holds no policy.
+        work directory holds no such policy.
     """
     if folder is None or dtype not in weights.STORED_DTYPES:
         raise ConfigError(
@@ -76,18 +79,18 @@ def export(
             "--workdir is missing; expected that of a training run, or --initial for "
             "the parameters that a run begins with."
         )
+    if initial and step is not None:
+        raise ConfigError(
+            f"--step is {step} with --initial, expected one of them: no checkpoint "
+            "holds the parameters that a run begins with."
+        )
     placement.prepare(config)
     devices = placement.place(config).mesh
     params = placement.initializer(config, Transformer(model), devices)()
-    step = 0
-    if not initial:
-        found = placement.newest(workdir, params)
-        if found is None:
-            raise ConfigError(
-                f"{workdir} holds no policy; train one first, or give --initial for "
-                "the parameters that a run begins with."
-            )
-        step, params = found
+    if initial:
+        step = 0
+    else:
+        step, params = placement.policy(workdir, params, step)
     if untied and model.tied_embeddings:
         params = params | {"unembed": params["embed"]}
         # A path would decide about the head again.
@@ -123,6 +126,7 @@ if __name__ == "__main__":
         export,
         flags={
             "folder": Flag(str, None, "directory to write"),
+            "step": Flag(int, None, "checkpoint to write; the newest"),
             "dtype": Flag(str, "float32", "of the stored weights"),
             "initial": Flag(bool, False, "the parameters that a run begins with"),
             "untied": Flag(bool, False, "a tied head as a tensor of its own"),

@@ -34,6 +34,7 @@ from thundersync_jax.config.settings import (
 from thundersync_jax.errors import ConfigError, ServerError, StreamError
 
 _REFUSED, _FAILED, _INTERRUPTED = 2, 1, 130
+_INTERRUPTED_RESULT = {"error": "interrupted", "kind": "KeyboardInterrupt"}
 _GRACE_SECS = 4.0  # for the command's own `with` blocks
 
 
@@ -59,11 +60,14 @@ def run(
     *,
     flags: Mapping[str, Flag] | None = None,
     needs: Sequence[str] = ("config", "workdir"),
+    positional: str | None = None,
     argv: Sequence[str] | None = None,
 ) -> NoReturn:
     """Parses the command line, calls the command and exits.
 
     Ctrl-C ends it with status 130 and SIGTERM with 143, a few seconds later at most.
+    With `--json` the last line is one JSON object in every ending; that of a failure
+    has "error" and "kind", the name of the exception.
 
     Args:
       command: Called as command(config, workdir, **own flags), without the config
@@ -72,21 +76,37 @@ def run(
       flags: The command's own flags.
       needs: Which of "config" and "workdir" must be given. A command that does not
         need a config takes none; a work directory that is not given is None.
+      positional: Keyword argument of the command for a tuple of what stands alone on
+        the command line; None where nothing may.
       argv: The command line, by default the process's own.
     """
     argv = list(sys.argv if argv is None else argv)
+    as_json = any(re.fullmatch("--?json(=true)?", argument, re.I) for argument in argv)
+    result: Mapping[str, Any] = {}
     try:
-        with Interrupts():
-            status = _run(command, dict(flags or {}), needs, argv)
+        with Interrupts(as_json):
+            result = _run(command, dict(flags or {}), needs, positional, argv)
+        status = _FAILED if result.get("passed") is False else 0
     except (ConfigError, ServerError, StreamError) as error:
         print(f"{type(error).__name__}: {_one_line(error)}", file=sys.stderr)
-        status = _REFUSED
+        result, status = _failure(error), _REFUSED
+    except SystemExit as error:  # of code that the command calls
+        message = f"the command's own code called sys.exit({error.code!r})"
+        print(message, file=sys.stderr)
+        result = {"error": message, "kind": "SystemExit"}
+        status = error.code if isinstance(error.code, int) and error.code else _FAILED
     except BrokenPipeError:  # whoever read the output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = _FAILED
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        status = _INTERRUPTED
+        result, status = _INTERRUPTED_RESULT, _INTERRUPTED
+    except Exception as error:
+        if as_json:
+            print(json.dumps(_failure(error)), flush=True)
+        raise
+    if as_json:
+        print(json.dumps(_finite(result)))
     sys.stdout.flush()
     sys.exit(status)
 
@@ -95,20 +115,23 @@ def _run(
     command: Callable[..., Mapping[str, Any] | None],
     own: dict[str, Flag],
     needs: Sequence[str],
+    positional: str | None,
     argv: list[str],
-) -> int:
+) -> Mapping[str, Any]:
+    """Runs the command, or what a common flag asks for; returns the JSON object."""
     plain, texts = _split(argv)
     accepted = _COMMON | own
-    if "config" not in needs:
-        accepted = {
-            name: flag
-            for name, flag in accepted.items()
-            if name not in ("config", "print_config")
-        }
-    values = _parse_flags(plain, accepted)
+    idle = () if "config" in needs else ("config", "print_config")
+    idle += ("workdir",) if positional else ()
+    accepted = {name: flag for name, flag in accepted.items() if name not in idle}
+    values, alone = _parse_flags(plain, accepted)
+    if alone and positional is None:
+        raise ConfigError(
+            f"{alone[0]!r} stands alone, expected --flag=value. See --help."
+        )
     if values["help"]:
-        print(_help(command, accepted))
-        return 0
+        print(_help(command, accepted, positional))
+        return {}
     arguments: list[Any] = []
     if "config" in needs:
         _need(
@@ -117,8 +140,8 @@ def _run(
         from_file = load_config(values["config"])
         config = override(from_file, texts)
         if values["print_config"]:
-            _print_config(config, values["config"], texts, values["json"])
-            return 0
+            _print_config(config, values["config"], texts)
+            return config_dict(config)
         arguments.append(config)
     elif texts:
         raise ConfigError(
@@ -127,12 +150,13 @@ def _run(
         )
     if "workdir" in needs:
         _need("workdir", values["workdir"], "DIR, e.g. --workdir=runs/quickstart")
-    workdir = values["workdir"]
-    arguments.append(Path(workdir).expanduser() if workdir else None)
-    result = command(*arguments, **{name: values[name] for name in own})
-    if values["json"]:
-        print(json.dumps(_finite(result or {})), flush=True)
-    return _FAILED if result and result.get("passed") is False else 0
+    keywords = {name: values[name] for name in own}
+    if positional is None:
+        workdir = values["workdir"]
+        arguments.append(Path(workdir).expanduser() if workdir else None)
+    else:
+        keywords[positional] = alone
+    return command(*arguments, **keywords) or {}
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
@@ -156,7 +180,10 @@ def _split(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     return plain, texts
 
 
-def _parse_flags(argv: Sequence[str], accepted: Mapping[str, Flag]) -> dict[str, Any]:
+def _parse_flags(
+    argv: Sequence[str], accepted: Mapping[str, Flag]
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Returns the flags' values by name, and what stands alone."""
     values = absl_flags.FlagValues()
     define = {
         int: absl_flags.DEFINE_integer,
@@ -170,7 +197,7 @@ def _parse_flags(argv: Sequence[str], accepted: Mapping[str, Flag]) -> dict[str,
         default = list(default) if isinstance(default, tuple) else default
         define[flag.kind](name, default, flag.help, flag_values=values)
     try:
-        positional = values(list(argv))[1:]
+        alone = tuple(values(list(argv))[1:])
     except absl_flags.UnrecognizedFlagError as error:
         name = f"--{error.flagname}"
         hint = nearest(name, [f"--{known}" for known in accepted])
@@ -181,14 +208,8 @@ def _parse_flags(argv: Sequence[str], accepted: Mapping[str, Flag]) -> dict[str,
         raise ConfigError(f"--{name} is {text!r}, expected {expected}.") from error
     except absl_flags.Error as error:
         raise ConfigError(_one_line(error)) from error
-    if positional:
-        raise ConfigError(
-            f"{positional[0]!r} stands alone, expected --flag=value. See --help."
-        )
-    return {
-        name: tuple(value) if isinstance(value := values[name].value, list) else value
-        for name, flag in accepted.items()
-    }
+    plain = {name: values[name].value for name in accepted}
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in plain.items()}, alone
 
 
 def _need(name: str, value: str | None, expected: str) -> None:
@@ -196,9 +217,7 @@ def _need(name: str, value: str | None, expected: str) -> None:
         raise ConfigError(f"--{name} is missing, expected --{name}={expected}.")
 
 
-def _print_config(
-    config: Config, spec: str, texts: Mapping[str, str], as_json: bool
-) -> None:
+def _print_config(config: Config, spec: str, texts: Mapping[str, str]) -> None:
     rows = []
     for setting in settings(config):
         source = "default" if setting.value == setting.default else spec
@@ -210,15 +229,22 @@ def _print_config(
     for row in rows:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
         print("  ".join([*cells, row[3]]).rstrip())
-    if as_json:
-        print(json.dumps(config_dict(config)))
 
 
-def _help(command: Callable[..., Any], accepted: Mapping[str, Flag]) -> str:
+def _help(
+    command: Callable[..., Any], accepted: Mapping[str, Flag], positional: str | None
+) -> str:
     spec = sys.modules["__main__"].__spec__
     program = f"-m {spec.name}" if spec else sys.argv[0]
     about = (inspect.getdoc(command) or "").partition("\n\n")[0]
-    lines = [about, "", f"usage: python {program} --flag=value ...", "", "flags:"]
+    alone = f"{positional.upper()} ... " if positional else ""
+    lines = [
+        about,
+        "",
+        f"usage: python {program} {alone}--flag=value ...",
+        "",
+        "flags:",
+    ]
     values = {"config": "=FILE.py", "workdir": "=DIR"}
     kinds = {int: "=N", float: "=X", str: "=TEXT", bool: "", tuple: "=A,B"}
     for name, flag in accepted.items():
@@ -242,6 +268,10 @@ def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
 
 
+def _failure(error: BaseException) -> dict[str, str]:
+    return {"error": _one_line(error), "kind": type(error).__name__}
+
+
 def _finite(value: Any) -> Any:
     """JSON has neither NaN nor infinity nor numpy's scalars."""
     if isinstance(value, Mapping):
@@ -263,6 +293,9 @@ class Interrupts:
     taken for a whole one. A second signal, or too long a wait, ends it at once.
     """
 
+    def __init__(self, as_json: bool = False):
+        self._as_json = as_json  # whether the last line is a JSON object
+
     def __enter__(self) -> None:
         self._status: int | None = None
         self._before: dict[int, Any] = {}
@@ -283,7 +316,7 @@ class Interrupts:
         if self._status is not None:
             with contextlib.suppress(Exception):
                 sys.stdout.flush()
-            _end(self._status)
+            self._end(self._status)
         if self._before:
             signal.set_wakeup_fd(self._fd_before)
             os.close(self._writing)
@@ -292,7 +325,7 @@ class Interrupts:
 
     def _receive(self, number: int, _: Any) -> NoReturn:
         if self._status is not None:
-            _end(self._status)
+            self._end(self._status)
         self._status = 128 + number
         # What other threads say of a process that is ending explains nothing.
         threading.excepthook = sys.unraisablehook = lambda *_: None
@@ -304,9 +337,12 @@ class Interrupts:
             while number := pipe.read(1):
                 if number[0] in self._before:
                     time.sleep(_GRACE_SECS)
-                    _end(128 + number[0])
+                    self._end(128 + number[0])
 
-
-def _end(status: int) -> NoReturn:
-    os.write(2, b"interrupted\n")  # sys.stderr may be busy with what was interrupted
-    os._exit(status)
+    def _end(self, status: int) -> NoReturn:
+        # Python's own files may be busy with what was interrupted.
+        with contextlib.suppress(OSError):
+            os.write(2, b"interrupted\n")
+            if self._as_json:
+                os.write(1, json.dumps(_INTERRUPTED_RESULT).encode() + b"\n")
+        os._exit(status)

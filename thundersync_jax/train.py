@@ -192,8 +192,7 @@ class _Loop:
         """Held-out questions, one of them shown; returns their metrics."""
         settings, run = self._run.config.evaluation, self._run
         evaluation = heldout(run, self.version, settings.questions, settings.samples)
-        successes = int(evaluation.successes.sum())
-        self._display.evaluation(label, successes, evaluation.answers)
+        self._display.evaluation(label, evaluation)
         if answers := evaluation.trajectories:
             shown = answers[step % len(answers)]
             self._display.sample(shown, pieces=base.pieces(run.chat, shown))
@@ -202,6 +201,7 @@ class _Loop:
             "heldout_success": evaluation.success,
             "heldout_success_low": low,
             "heldout_success_high": high,
+            "heldout_reward": evaluation.reward,
         }
 
     def facts(self, elapsed_secs: float) -> dict[str, Any]:
@@ -262,10 +262,11 @@ def _result(
     config: Config, rows: list[dict[str, Any]], loop: _Loop, secs: float
 ) -> dict[str, Any]:
     measured = [row for row in rows if "heldout_success" in row]
+    first, last = (measured[0], measured[-1]) if measured else ({}, {})
     return {
-        "heldout_success": {
-            "warm_start": measured[0]["heldout_success"],
-            "end": measured[-1]["heldout_success"],
+        **{
+            name: {"warm_start": first.get(name), "end": last.get(name)}
+            for name in ("heldout_success", "heldout_reward")
         },
         "questions": config.evaluation.questions,
         "steps": config.steps,

@@ -61,6 +61,11 @@ def load_config(spec: str) -> Config:
     if ".py:" in path:
         path, _, variant = path.rpartition(":")
     if not Path(path).is_file():
+        if Path(path).is_dir():
+            raise ConfigError(
+                f"--config is {spec!r}, which is a folder, expected a Python file in "
+                "it. Write --config=FILE.py."
+            )
         there = [str(known) for known in Path(path).parent.glob("*.py")]
         hint = nearest(path, there) if there else "Write --config=FILE.py."
         raise ConfigError(f"--config is {spec!r}, expected a Python file. {hint}")
@@ -71,7 +76,9 @@ def load_config(spec: str) -> Config:
         )
     try:
         config = _call_get_config(_import_file(Path(path)), path, variant)
-    except Exception as error:  # whatever a config file does wrong is one line
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever a config file does wrong is one line
         raise ConfigError(_explain(error, path)) from error
     if not isinstance(config, Config):
         raise ConfigError(
@@ -160,7 +167,7 @@ def _ignores_variant(config: Any, get_config: Callable[[str | None], Any]) -> bo
     return isinstance(config, Config) and all(config == other for other in others)
 
 
-def _explain(error: Exception, path: str) -> str:
+def _explain(error: BaseException, path: str) -> str:
     """One line about an exception in a config file, with the line it came from."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}: {error.msg}"

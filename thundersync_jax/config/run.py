@@ -53,7 +53,7 @@ class Config:
     """A run."""
 
     seed: int = 0  # of tasks, initial parameters, sampling and latencies
-    steps: int = changeable(100)  # optimizer updates; a resume may add some
+    steps: int = changeable(100)  # optimizer updates
     release: Release = "trajectory"  # when the gradient of a trajectory may start
     share_prompt: SharePrompt = "no"  # group: the prompt of a group runs once
     open_trajectories: int = 8  # of release turn: those with sums and states at a time

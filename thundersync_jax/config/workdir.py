@@ -93,8 +93,7 @@ def check_claim(workdir: str | os.PathLike, config: Config) -> list[Change]:
     if not path.exists():
         _check_unused(path)
         return []
-    saved = _read(path, "config", "Use another --workdir.")
-    saved = _as_today(saved, config_dict(Config()))
+    saved = saved_settings(workdir)
     current = config_dict(resumed(workdir, config))
     changes = differences(saved, current)
     may_change = {setting.name for setting in settings(config) if setting.changeable}
@@ -108,6 +107,22 @@ def check_claim(workdir: str | os.PathLike, config: Config) -> list[Change]:
             "--workdir or the saved settings."
         )
     return changes
+
+
+def saved_settings(workdir: str | os.PathLike) -> dict[str, Any]:
+    """The settings that a work directory belongs to, under the names of today.
+
+    Raises:
+      ConfigError: It holds no run.
+    """
+    path = Path(workdir) / _CONFIG_FILE
+    if not path.exists():
+        raise ConfigError(
+            f"{workdir} holds no run, expected the work directory of one. Train first "
+            "with that --workdir."
+        )
+    saved = _read(path, "config", "Name the work directory of a run.")
+    return _as_today(saved, config_dict(Config()))
 
 
 def resumed(workdir: str | os.PathLike, config: Config) -> Config:

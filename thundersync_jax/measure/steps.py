@@ -18,7 +18,7 @@ import numpy as np
 from thundersync_jax.config import Config
 from thundersync_jax.measure.live import released_secs
 from thundersync_jax.metrics.learner_clock import Ran
-from thundersync_jax.metrics.records import known_mean
+from thundersync_jax.metrics.records import known_mean, stop_metrics
 from thundersync_jax.metrics.timing import StepTiming, predicted_step_secs
 from thundersync_jax.ops.losses import percentile
 from thundersync_jax.run import state
@@ -72,6 +72,7 @@ def step_metrics(
     return {
         **_report_metrics(step.report),
         **known,
+        **stop_metrics(step.stop_reasons),
         "step_secs": timing.step_secs,
         "rollout_secs": timing.rollout_secs,
         "learner_secs": timing.learner_secs,

@@ -37,6 +37,7 @@ from thundersync_jax.types import StopReason, Trajectory, TrajectoryKey
 
 FOLDER = "rollouts"
 _BYTE_LEVEL = ByteLevel()
+_TRUNCATED = (StopReason.LENGTH, StopReason.TURN_LIMIT, StopReason.CONTEXT_OVERFLOW)
 _FILE = re.compile(r"step_(\d+)\.jsonl")
 
 
@@ -94,6 +95,21 @@ def known_mean(values: Iterable[float | None]) -> KnownMean:
     known = [value for value in values if not math.isnan(value)]
     mean = math.fsum(known) / len(known) if known else math.nan
     return KnownMean(mean, len(known), len(values))
+
+
+def stop_metrics(counts: Mapping[str, int]) -> dict[str, float]:
+    """How often trajectories ended for each reason, and the share that was cut off.
+
+    Args:
+      counts: Number of trajectories by the value of their `StopReason`.
+
+    Returns:
+      `stop_<reason>` for every reason, and `truncated_share`.
+    """
+    metrics = {f"stop_{r.value}": counts.get(r.value, 0) for r in StopReason}
+    truncated = sum(metrics[f"stop_{reason.value}"] for reason in _TRUNCATED)
+    total = sum(metrics.values())
+    return metrics | {"truncated_share": truncated / total if total else math.nan}
 
 
 def rollouts_path(workdir: str | os.PathLike[str], step: int) -> Path:

@@ -21,6 +21,7 @@ from thundersync_jax.config.checks import installed
 from thundersync_jax.config.settings import config_dict
 from thundersync_jax.config.workdir import replace_text
 from thundersync_jax.errors import ConfigError
+from thundersync_jax.types import StopReason
 
 Scalar = float | int | bool
 Sink = Callable[[int, Mapping[str, Scalar]], None]
@@ -45,6 +46,7 @@ METRICS: dict[str, str] = {
     "heldout_success": "share; of held-out answers whose reward is exactly 1",
     "heldout_success_low": "share; lower end of its 95 % interval",
     "heldout_success_high": "share; upper end of its 95 % interval",
+    "heldout_reward": "reward; mean over the held-out answers that have one",
     "loss": "1; the step's loss, at the parameters that sampled it",
     "gradient_norm": "1; L2 norm of the step's gradient, before clipping",
     "gradient_norm_clipped": "1; the same norm after clipping",
@@ -59,6 +61,11 @@ METRICS: dict[str, str] = {
     "uniform_groups": "groups; kept ones whose rewards are all equal",
     "kept_members": "trajectories; of the kept groups, failed ones left out",
     "failed_members": "trajectories; that ended without a reward",
+    **{
+        f"stop_{reason.value}": f"trajectories; whose stop reason was {reason.value!r}"
+        for reason in StopReason
+    },
+    "truncated_share": "share; that ended at a limit of tokens, turns or context",
     "invalid_rewards": "trajectories; failed ones whose verdict was no finite number",
     "direct": "trajectories; whose advantage was known when their gradient started",
     "streamed": "trajectories; that went through group sums and count",

@@ -80,6 +80,7 @@ class Agent:
         teacher: Teacher | None = None,
         on_turn: Callable[[Turn], None] | None = None,
         chat: Chat = _BYTE_LEVEL,
+        temperature: float | None = None,
     ):
         """Prepares an attempt; its environment is made by `act`.
 
@@ -97,6 +98,7 @@ class Agent:
           teacher: Scores the actions; None where none does.
           on_turn: Called with every turn that the teacher has scored.
           chat: Turns text into ids and back.
+          temperature: Temperature of its sampling; None takes that of `limits`.
         """
         self.key = key
         self.session = (key, next(_SESSIONS))
@@ -110,6 +112,7 @@ class Agent:
         self._commands = commands
         self._limits = limits
         self._chat = chat
+        self._temperature = limits.temperature if temperature is None else temperature
         own_stop_ids = limits.stop_ids is None
         self._stop_ids = chat.stop_ids if own_stop_ids else limits.stop_ids
         # Without the attempt: a retry samples the tokens that the first try would have.
@@ -279,7 +282,7 @@ class Agent:
             new_ids=new_ids,
             max_new_tokens=max_new_tokens,
             stop_ids=self._stop_ids,
-            temperature=limits.temperature,
+            temperature=self._temperature,
             seed=(*self._seed, turn),
         )
         start = time.monotonic()

@@ -24,6 +24,7 @@ class Job:
 
     key: TrajectoryKey
     task: Any
+    temperature: float | None = None  # of its sampling; None: rollout.temperature
 
 
 @dataclasses.dataclass(frozen=True)

@@ -326,6 +326,7 @@ class RolloutPool:
         agent = Agent(
             key=key,
             task=member.job.task,
+            temperature=member.job.temperature,
             make_environment=self._make_environment,
             sampler=self._driver,
             commands=self._commands,

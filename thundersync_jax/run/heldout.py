@@ -3,13 +3,11 @@
 import collections
 import dataclasses
 import math
-from typing import Any
 
 import numpy as np
 
-from thundersync_jax.errors import ConfigError
+from thundersync_jax.metrics.records import known_mean
 from thundersync_jax.rollout.events import Completed, Failed
-from thundersync_jax.run import placement
 from thundersync_jax.run.run import Run
 from thundersync_jax.run.step import rollouts
 from thundersync_jax.types import Trajectory
@@ -17,7 +15,7 @@ from thundersync_jax.types import Trajectory
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """Answers to held-out questions. A success is a score of exactly 1.
+    """Answers to held-out questions. A success is a reward of exactly 1.
 
     Attributes:
       successes: int[Q], successes among the `samples` answers of each question.
@@ -43,8 +41,13 @@ class Evaluation:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Of 95 %, over answers."""
+        """The 95 % interval of `success`, over answers."""
         return wilson_interval(int(self.successes.sum()), self.answers)
+
+    @property
+    def reward(self) -> float:
+        """Mean over the answers that have a reward; NaN where none has."""
+        return known_mean(t.reward for t in self.trajectories).mean
 
     def pass_at(self, k: int) -> float:
         """Chance that one of k answers succeeds, unbiased from `samples` answers.
@@ -65,6 +68,7 @@ def heldout(
     samples: int,
     phase: str = "evaluate",
     step: int = 0,
+    temperature: float | None = None,
 ) -> Evaluation:
     """Answers the first held-out questions with what the sampler holds.
 
@@ -72,18 +76,20 @@ def heldout(
     by nothing where that is the same.
 
     Args:
-      run: Its sampler has the parameters to evaluate.
-      version: Their policy version.
+      run: A run whose sampler has the parameters to evaluate.
+      version: Policy version of these parameters.
       questions: How many of the held-out tasks.
       samples: Answers per question.
       phase: With `step` it names the random numbers. The warm start, which stops by
         what it measures, has its own at every step.
-      step: See `phase`.
+      step: The other part of that name.
+      temperature: 0 takes the likeliest token; None for the config's.
     """
     successes = np.zeros(questions, int)
     trajectories: dict[tuple[int, int], Trajectory] = {}
     reasons: collections.Counter[str] = collections.Counter()
     jobs = run.heldout_jobs(phase, step, questions, samples)
+    jobs = [dataclasses.replace(job, temperature=temperature) for job in jobs]
     for event in rollouts(run, jobs, version):
         if isinstance(event, Completed):
             continue
@@ -99,23 +105,12 @@ def heldout(
     return Evaluation(successes, samples, ordered, dict(reasons))
 
 
-def newest_policy(run: Run) -> tuple[int, Any]:
-    """Returns the step and the parameters of the newest checkpoint; step 0 is the warm
-    start's."""
-    found = placement.newest(run.workdir, run.initial_params())
-    if found is not None:
-        return found
-    raise ConfigError(
-        f"{run.workdir} holds no policy; train one first with the same --workdir."
-    )
-
-
 def wilson_interval(successes: int, total: int) -> tuple[float, float]:
     """The 95 % interval of a success probability, of use near 0 and 1 as well.
 
     Args:
-      successes: Of the tries.
-      total: How many tries.
+      successes: Tries that succeeded.
+      total: All tries.
 
     Returns:
       (low, high) in [0, 1]; (0, 1) where nothing was tried.

@@ -1,9 +1,12 @@
-"""Which devices learn, sample and teach, decided before jax starts."""
+"""Which devices learn, sample and teach, and what jax is told before it starts."""
 
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import os
+import platform
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,11 +18,13 @@ from thundersync_jax.config import Config
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.hf import weights
 from thundersync_jax.models import layers
-from thundersync_jax.models.base import Model
+from thundersync_jax.models.base import Model, Params
 from thundersync_jax.ops.advantages import Estimator
 from thundersync_jax.run.checkpoint import Checkpoints
 from thundersync_jax.stream import mesh, sums
 from thundersync_jax.stream.mesh import make_mesh
+
+_KEPT_SECS = 30 * 24 * 3600  # of a compiled program in the cache
 
 
 class Placement(NamedTuple):
@@ -31,12 +36,13 @@ class Placement(NamedTuple):
 
 
 def prepare(config: Config) -> None:
-    """Sets what jax reads once: the number of CPU devices, and 64-bit numbers.
+    """Sets what jax reads once: CPU devices, 64-bit numbers, where programs are kept.
 
     The CPU counts as one device unless told otherwise; a learner, a sampler and a
     teacher of their own need three. Harmless where a GPU or a TPU is used, or where jax
     runs already.
     """
+    _keep_programs()
     mesh = config.mesh
     wanted = mesh.replica * mesh.fsdp * mesh.tensor
     wanted += _samplers(config) + _teaches_alone(config)
@@ -79,6 +85,36 @@ def place(config: Config) -> Placement:
     return Placement(mesh, samplers, rest[0])
 
 
+def _keep_programs() -> None:
+    """Keeps compiled programs in the user's cache folder for later processes.
+
+    A program that is read back is the one that was compiled, to the bit. The folder of
+    JAX_COMPILATION_CACHE_DIR goes before, JAX_ENABLE_COMPILATION_CACHE=false switches
+    it off. What cannot be read or written costs a warning of jax and is compiled.
+    """
+    if (
+        jax.config.jax_compilation_cache_dir
+        or not jax.config.jax_enable_compilation_cache
+    ):
+        return
+    # Programs for a CPU use the instructions of the one they were compiled on.
+    cpu = Path("/proc/cpuinfo")
+    lines = cpu.read_text().splitlines() if cpu.exists() else []
+    features = {line for line in lines if line.startswith(("flags", "Features"))}
+    machine = hashlib.sha256("".join(sorted(features)).encode()).hexdigest()[:8]
+    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    folder = Path(caches).expanduser() / "thundersync_jax"
+    folder = folder / f"{platform.machine()}-{machine}"
+    with contextlib.suppress(OSError):
+        for file in folder.glob("*"):
+            if file.stat().st_mtime < time.time() - _KEPT_SECS:
+                file.unlink()
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    # Small models have hundreds of programs of a few milliseconds each.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
 def _teaches_alone(config: Config) -> bool:
     teacher = config.teacher
     return teacher.workdir is not None and teacher.device == "own_device"
@@ -90,10 +126,9 @@ def _samplers(config: Config) -> int:
     return config.mesh.sampler_devices if alone else 0
 
 
-Tree = Any
 
 
-def initializer(config: Config, model: Model, devices: Mesh) -> Callable[[], Tree]:
+def initializer(config: Config, model: Model, devices: Mesh) -> Callable[[], Params]:
     """Makes the first parameters, laid out over a mesh, as often as it is called.
 
     They are random from the seed, or the weights of `model.path`. A program that draws
@@ -109,23 +144,42 @@ def initializer(config: Config, model: Model, devices: Mesh) -> Callable[[], Tre
     return functools.partial(jax.jit(model.init, out_shardings=shardings), key)
 
 
-def newest(workdir: str | Path, like: Tree) -> tuple[int, Tree] | None:
-    """The newest policy of a work directory, None where there is none.
+def policy(
+    workdir: str | Path, like: Params, step: int | None = None
+) -> tuple[int, Params]:
+    """Reads a saved policy of a training run.
 
     Args:
-      workdir: A training run's work directory.
+      workdir: Directory of the run.
       like: Parameters with the shapes and the layout that are wanted.
+      step: Number of training steps behind the policy; 0 is the warm start's. None
+        takes the newest.
 
     Returns:
-      The step, 0 for the warm start's policy, and the parameters.
+      The step and the parameters.
+
+    Raises:
+      ConfigError: There is no policy, or none of that step.
     """
-    for folder in ("checkpoints", "warm_start"):
-        with Checkpoints(Path(workdir) / folder) as checkpoints:
-            step = checkpoints.latest()
-            if step is not None:
-                saved, _ = checkpoints.restore(step, {"params": like}, part=True)
-                return (step if folder == "checkpoints" else 0), saved["params"]
-    return None
+    folder = Path(workdir)
+    with (
+        Checkpoints(folder / "checkpoints") as trained,
+        Checkpoints(folder / "warm_start") as warm,
+    ):
+        steps = [0] * bool(warm.steps()) + trained.steps()
+        if not steps:
+            raise ConfigError(
+                f"{workdir} holds no policy; train one first with the same --workdir."
+            )
+        step = steps[-1] if step is None else step
+        if step not in steps:
+            raise ConfigError(
+                f"{workdir} holds no policy of step {step}, expected one of {steps}. "
+                "checkpoint.keep says how many a run keeps."
+            )
+        source, saved_step = (trained, step) if step else (warm, warm.latest())
+        saved, _ = source.restore(saved_step, {"params": like}, part=True)
+    return step, saved["params"]
 
 
 _SHARE_OF_MEMORY = 0.25  # of a device, for group sums where nothing else is said
@@ -150,7 +204,7 @@ def plan(
     config: Config,
     model: Model,
     estimator: Estimator | None,
-    params: Tree,
+    params: Params,
     additive: bool,
 ) -> SumMemory:
     """What a config asks for, as far as it fits.
@@ -196,7 +250,7 @@ def plan(
     return SumMemory(open_groups, f"{size}: {_listed(parts)}{words}")
 
 
-def _of_turns(config: Config, model: Model, params: Tree) -> SumMemory:
+def _of_turns(config: Config, model: Model, params: Params) -> SumMemory:
     """Turn by turn: a sum per open trajectory, kept arrays with cotangents."""
     places, tokens = config.open_trajectories, config.rollout.context_tokens
     kept, _ = jax.eval_shape(lambda: model.empty(tokens))
@@ -212,7 +266,7 @@ def _of_turns(config: Config, model: Model, params: Tree) -> SumMemory:
     )
 
 
-def _open_groups(config: Config, params: Tree, one: int) -> int:
+def _open_groups(config: Config, params: Params, one: int) -> int:
     """How many groups may hold sums of so many bytes each."""
     budget = config.group_sum_bytes
     if budget is None:

@@ -81,6 +81,13 @@ class Step:
     start_secs: float
     last_reward_secs: float
 
+    @property
+    def stop_reasons(self) -> dict[str, int]:
+        """How many members ended for each reason, failed ones included."""
+        failures = {failed.key[1:3]: failed.stop_reason for failed in self.failures}
+        ends = {t.key[1:3]: t.stop_reason for t in self.trajectories} | failures
+        return collections.Counter(reason.value for reason in ends.values())
+
 
 def run_step(
     run: Run,

@@ -20,7 +20,7 @@ from thundersync_jax.chat import base
 from thundersync_jax.chat.base import Piece
 from thundersync_jax.chat.byte_level import ByteLevel
 from thundersync_jax.metrics.progress import Progress
-from thundersync_jax.run.heldout import wilson_interval
+from thundersync_jax.run.heldout import Evaluation
 from thundersync_jax.types import Trajectory
 from thundersync_jax.view import tables, transcript
 from thundersync_jax.view.tables import Column
@@ -132,14 +132,15 @@ class Display:
         self._rows += 1
         self._print(Text(tables.line([cells[column] for column in columns], columns)))
 
-    def evaluation(self, label: str, successes: int, total: int) -> None:
-        """A success rate with its 95 % interval."""
-        low, high = wilson_interval(successes, total)
-        share = tables.percent(successes / total if total else None, 1)
-        text = Text(f"{label} ")
-        text.append(share, _STRONG)
-        text.append(f"  {successes} of {total}, 95% interval ")
-        text.append(f"{tables.percent(low, 1)} to {tables.percent(high, 1)}")
+    def evaluation(self, label: str, evaluation: Evaluation) -> None:
+        """A success rate with its 95 % interval, and the mean reward."""
+        low, high = (tables.percent(share, 1) for share in evaluation.interval)
+        successes = int(evaluation.successes.sum())
+        text = Text(f"{label} ").append(tables.percent(evaluation.success, 1), _STRONG)
+        text.append(
+            f"  {successes} of {evaluation.answers}, 95% interval {low} to {high}"
+        )
+        text.append(f"; mean reward {tables.number(evaluation.reward)}")
         self._print(text)
 
     def sample(
