@@ -287,9 +287,34 @@ def test_a_group_lists_its_members_and_a_member_stands_alone(capsys, tmp_path):
     assert (facts["group"], facts["member"], facts["trained_tokens"]) == (1, 2, 11)
 
 
+def test_the_worst_and_the_failed_are_shown_whole(capsys, tmp_path):
+    write_step(tmp_path)
+    _, lines, _ = run_show(capsys, tmp_path, "--worst=3", "--json")
+    _, everything, _ = run_show(capsys, tmp_path, "--json")
+    members = [
+        member
+        for group in json.loads(everything[-1])["groups"]
+        for member in group["members"]
+    ]
+    judged = [member for member in members if member["reward"] is not None]
+    worst = sorted(judged, key=lambda member: member["reward"])[:3]
+    assert json.loads(lines[-1])["trajectories"] == worst
+    first = [line.split()[:2] for line in lines[3:6]]
+    assert first == [[str(m["group"]), str(m["member"])] for m in worst]
+    texts = [line for line in lines if line.startswith("train step 12 group")]
+    assert len(texts) == 3
+    _, lines, _ = run_show(capsys, tmp_path, "--failed", "--json")
+    failed = [member for member in members if member["reward"] is None]
+    assert json.loads(lines[-1])["trajectories"] == failed != []
+    assert lines[0] == f"step 12: {len(failed)} failed"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--worst=2", "--failed"], "--worst and --failed were given, expected one"),
+        (["--group=1", "--worst=2"], "--group and --worst were given, expected one"),
+        (["--worst=0"], "--worst is 0, expected at least 1"),
         (["--step=13"], "step 13 has no trajectories .* nearest there: 12"),
         (["--group=7"], "7 is no group of step 12, .* 0 to 2. The nearest is 2"),
         (["--group=1", "--member=9"], "9 is no member of group 1"),
@@ -308,7 +333,7 @@ def test_what_is_not_there_is_refused_in_one_line(arguments, message, capsys, tm
 def test_looking_at_a_run_never_waits_for_jax():
     code = (
         "import sys, thundersync_jax.show, thundersync_jax.metrics.timing, "
-        "thundersync_jax.view.pictures; "
+        "thundersync_jax.view.pictures, thundersync_jax.compare; "
         "sys.exit('jax' in sys.modules or 'matplotlib' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

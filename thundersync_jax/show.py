@@ -1,6 +1,7 @@
 """What happened in a step: its groups as a table, any trajectory in colour.
 
 python -m thundersync_jax.show --workdir=DIR --step=12 --group=3 --member=1
+python -m thundersync_jax.show --workdir=DIR --worst=5
 """
 
 import collections
@@ -20,6 +21,8 @@ FLAGS = {
     "step": flags.Flag(int, None, "which step, by default the latest"),
     "group": flags.Flag(int, None, "one group of it"),
     "member": flags.Flag(int, None, "one trajectory of the group"),
+    "worst": flags.Flag(int, None, "so many trajectories of the lowest rewards"),
+    "failed": flags.Flag(bool, False, "the trajectories without a verdict, and why"),
 }
 _REWARDS_WIDTH, _ADVANTAGES_WIDTH, _STOP_WIDTH = 16, 13, 21
 
@@ -46,17 +49,34 @@ _MEMBER_COLUMNS = (
 )
 
 
+_SELECTED_COLUMNS = (Column("group"), *_MEMBER_COLUMNS)
+
+
 def show(
     workdir: Path,
     step: int | None = None,
     group: int | None = None,
     member: int | None = None,
+    worst: int | None = None,
+    failed: bool = False,
 ) -> dict[str, Any]:
-    """Prints a recorded step, one of its groups, or one trajectory.
+    """Prints a recorded step, some of its trajectories, or one.
 
-    Without a step the latest one, without a group all of them as a table, without a
-    member the members of the group as a table and the text of each.
+    Args:
+      workdir: Directory of a training run.
+      step: Number of the step; None takes the latest.
+      group: Number of the group whose members are shown; None shows a table of all.
+      member: Number of the only member of the group to show.
+      worst: How many trajectories of the lowest rewards to show, in place of a group.
+      failed: Whether to show those without a verdict, in place of a group.
+
+    Returns:
+      The JSON object of `--json`.
+
+    Raises:
+      ConfigError: There is no such step, group or member, or flags exclude each other.
     """
+    _check_choice(group, worst, failed)
     if group is None and member is not None:
         raise ConfigError(
             f"--member is {member} without a group, expected both. Write "
@@ -66,6 +86,13 @@ def show(
     groups = _by_group(records)
     display = Display()
     result: dict[str, Any] = {"step": step}
+    if worst is not None or failed:
+        records = _failed(records) if failed else _worst(records, worst)
+        kind = "failed" if failed else "of the lowest rewards"
+        title = f"step {step}: {len(records)} {kind}"
+        _show_members(display, records, title, _SELECTED_COLUMNS)
+        result["trajectories"] = [_facts(record) for record in records]
+        return result
     if group is None:
         rows = _group_rows(groups, display.width)
         rewards = known_mean(r.trajectory.reward for r in records)
@@ -78,17 +105,55 @@ def show(
     members = _pick(groups, group, f"group of step {step}")
     if member is None:
         title = f"step {step} group {group}: {tables.cut(members[0].prompt_text, 70)}"
-        rows = [_member_cells(record) for record in members]
-        display.table(_MEMBER_COLUMNS, rows, title)
+        _show_members(display, members, title, _MEMBER_COLUMNS)
         result["groups"] = [_group_facts(group, members)]
     else:
         by_member = {record.trajectory.key.member: record for record in members}
-        members = [_pick(by_member, member, f"member of group {group}")]
-        result["trajectory"] = _facts(members[0])
-    for record in members:
-        given = record.trajectory, record.advantage
-        display.sample(*given, lines=None, pieces=record.pieces)
+        record = _pick(by_member, member, f"member of group {group}")
+        result["trajectory"] = _facts(record)
+        _show_text(display, record)
     return result
+
+
+def _check_choice(group: int | None, worst: int | None, failed: bool) -> None:
+    chosen = {"--group": group, "--worst": worst, "--failed": failed or None}
+    chosen = [name for name, value in chosen.items() if value is not None]
+    if len(chosen) > 1:
+        raise ConfigError(
+            f"{' and '.join(chosen)} were given, expected one of them. Leave out "
+            f"{chosen[-1]}."
+        )
+    if worst is not None and worst < 1:
+        raise ConfigError(f"--worst is {worst}, expected at least 1. Write --worst=5.")
+
+
+def _worst(records: Sequence[Record], count: int) -> list[Record]:
+    """The trajectories of the lowest rewards, the lowest first."""
+    judged = [r for r in records if r.trajectory.reward is not None]
+    return sorted(judged, key=lambda r: (r.trajectory.reward, r.trajectory.key))[:count]
+
+
+def _failed(records: Sequence[Record]) -> list[Record]:
+    return [record for record in records if record.trajectory.reward is None]
+
+
+def _show_members(
+    display: Display,
+    records: Sequence[Record],
+    title: str,
+    columns: Sequence[Column],
+) -> None:
+    """A table of trajectories, and the text of each."""
+    rows = [_member_cells(record)[-len(columns) :] for record in records]
+    display.table(columns, rows, title)
+    for record in records:
+        _show_text(display, record)
+
+
+def _show_text(display: Display, record: Record) -> None:
+    display.sample(
+        record.trajectory, record.advantage, lines=None, pieces=record.pieces
+    )
 
 
 def _by_group(records: Sequence[Record]) -> dict[int, list[Record]]:
@@ -137,6 +202,7 @@ def _group_cells(group: int, members: Sequence[Record]) -> list[str]:
 def _member_cells(record: Record) -> list[str]:
     trajectory = record.trajectory
     return [
+        str(trajectory.key.group),
         str(trajectory.key.member),
         tables.number(trajectory.reward),
         tables.signed(record.advantage),

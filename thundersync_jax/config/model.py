@@ -10,9 +10,17 @@ from typing import Any, Literal
 
 from thundersync_jax.config import dotted, model_folder
 from thundersync_jax.config.checks import positive, require
+from thundersync_jax.config.groups import (
+    ChatConfig,
+    MeshConfig,
+    RolloutConfig,
+    WarmStartConfig,
+)
 from thundersync_jax.config.model_folder import RopeScaling
 from thundersync_jax.config.settings import check_types
 
+_BYTE_LEVEL_IDS = 262  # 256 bytes and the special tokens of chat/byte_level.py
+_END = 261  # of them, ends an action
 ComputeDtype = Literal["float32", "bfloat16", "float64"]
 MatmulPrecision = Literal["default", "high", "highest"]
 
@@ -100,3 +108,69 @@ def from_dict(saved: Mapping[str, Any]) -> ModelConfig:
     The folder that it came from is not read, it may be gone: `path` is None.
     """
     return ModelConfig(**{**saved, "path": None})
+
+
+def check_tokens(
+    model: ModelConfig,
+    chat: ChatConfig,
+    rollout: RolloutConfig,
+    warm_start: WarmStartConfig,
+) -> None:
+    """Refuses settings that no token of the model can follow."""
+    ids, vocab_size, path = rollout.stop_ids, model.vocab_size, model.path
+    require(
+        chat.format != "template" or path is not None,
+        "chat.format is 'template' with model.path none",
+        "a model folder: the template is a file of it",
+        "Set model.path or chat.format to 'bytes'.",
+    )
+    in_bytes = chat.format == "bytes" or path is None
+    require(
+        vocab_size >= _BYTE_LEVEL_IDS or not in_bytes,
+        f"model.vocab_size is {vocab_size}",
+        f"at least the {_BYTE_LEVEL_IDS} ids of the byte-level tokenizer",
+        "Set model.vocab_size to 264.",
+    )
+    for name, idle in (("system", None), ("thinking", "default")):
+        value = getattr(chat, name)
+        require(
+            value == idle or not in_bytes,
+            f"chat.{name} is {value!r} with byte-level tokens",
+            f"{'none' if idle is None else repr(idle)}: only templates use it",
+            f"Leave chat.{name} out, or set model.path to a folder with a template.",
+        )
+    if ids is None:
+        return
+    require(
+        max(ids, default=0) < vocab_size,
+        f"rollout.stop_ids is {ids} with model.vocab_size {vocab_size}",
+        "ids that can be sampled",
+        "Lower rollout.stop_ids or raise model.vocab_size.",
+    )
+    require(
+        warm_start.steps == 0 or _END in ids or not in_bytes,
+        f"rollout.stop_ids is {ids} with warm_start.steps {warm_start.steps}",
+        f"{_END} among them: demonstrations end in it",
+        f"Add {_END} or set warm_start.steps to 0.",
+    )
+
+
+def check_sharding(
+    model: ModelConfig, mesh: MeshConfig, rollout: RolloutConfig
+) -> None:
+    """Refuses a mesh that cannot hold equal parts of the model and of its tokens."""
+    shared = []
+    if model.factory is None:
+        shared += [("mesh.fsdp", mesh.fsdp, "model.width", model.width)]
+        for name in ("heads", "kv_heads", "mlp_width"):
+            size = getattr(model, name)
+            shared += [("mesh.tensor", mesh.tensor, f"model.{name}", size)]
+    for bucket in (*rollout.gradient_buckets, *rollout.segment_buckets):
+        shared += [("mesh.fsdp", mesh.fsdp, "rollout.gradient_buckets", bucket)]
+    for axis, devices, name, size in shared:
+        require(
+            size % devices == 0,
+            f"{axis} is {devices} with {size} in {name}",
+            f"a divisor of {size}: every device holds an equal part",
+            f"Change {axis} or {name}.",
+        )

@@ -28,14 +28,16 @@ from thundersync_jax.config.groups import (
     WarmStartConfig,
 )
 from thundersync_jax.config.loss import LossConfig, OptimConfig
-from thundersync_jax.config.model import ModelConfig
+from thundersync_jax.config.model import (
+    ModelConfig,
+    check_sharding,
+    check_tokens,
+)
 from thundersync_jax.config.settings import changeable, check_types
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.stream import refusals
 from thundersync_jax.types import MOST_ADDENDS
 
-_BYTE_LEVEL_IDS = 262  # 256 bytes and the special tokens of chat/byte_level.py
-_END = 261  # of them, ends an action
 _MOST_STEPS = 2**31
 _LEAST_SLOTS = 4  # of a device: smaller batches sample other ids
 # Members of a group that an estimator needs to tell one reward from another.
@@ -125,8 +127,8 @@ def _check(config: Config) -> None:
     _check_turns(config)
     _check_prompts(config)
     _check_exact(config)
-    _check_tokens(config)
-    _check_sharding(config)
+    check_tokens(config.model, config.chat, config.rollout, config.warm_start)
+    check_sharding(config.model, config.mesh, config.rollout)
 
 
 def check_family(config: Config, cause: str) -> None:
@@ -343,62 +345,3 @@ def _check_exact(config: Config) -> None:
         f"at most {MOST_ADDENDS} addends, which is what 32-bit integers hold",
         "Lower rollout.groups_per_step, or set accumulator to 'plain'.",
     )
-
-
-def _check_tokens(config: Config) -> None:
-    ids, vocab_size = config.rollout.stop_ids, config.model.vocab_size
-    path = config.model.path
-    require(
-        config.chat.format != "template" or path is not None,
-        "chat.format is 'template' with model.path none",
-        "a model folder: the template is a file of it",
-        "Set model.path or chat.format to 'bytes'.",
-    )
-    in_bytes = config.chat.format == "bytes" or path is None
-    require(
-        vocab_size >= _BYTE_LEVEL_IDS or not in_bytes,
-        f"model.vocab_size is {vocab_size}",
-        f"at least the {_BYTE_LEVEL_IDS} ids of the byte-level tokenizer",
-        "Set model.vocab_size to 264.",
-    )
-    for name, idle in (("system", None), ("thinking", "default")):
-        value = getattr(config.chat, name)
-        require(
-            value == idle or not in_bytes,
-            f"chat.{name} is {value!r} with byte-level tokens",
-            f"{'none' if idle is None else repr(idle)}: only templates use it",
-            f"Leave chat.{name} out, or set model.path to a folder with a template.",
-        )
-    if ids is None:
-        return
-    require(
-        max(ids, default=0) < vocab_size,
-        f"rollout.stop_ids is {ids} with model.vocab_size {vocab_size}",
-        "ids that can be sampled",
-        "Lower rollout.stop_ids or raise model.vocab_size.",
-    )
-    require(
-        config.warm_start.steps == 0 or _END in ids or not in_bytes,
-        f"rollout.stop_ids is {ids} with warm_start.steps {config.warm_start.steps}",
-        f"{_END} among them: demonstrations end in it",
-        f"Add {_END} or set warm_start.steps to 0.",
-    )
-
-
-def _check_sharding(config: Config) -> None:
-    mesh, model, rollout = config.mesh, config.model, config.rollout
-    shared = []
-    if model.factory is None:
-        shared += [("mesh.fsdp", mesh.fsdp, "model.width", model.width)]
-        for name in ("heads", "kv_heads", "mlp_width"):
-            size = getattr(model, name)
-            shared += [("mesh.tensor", mesh.tensor, f"model.{name}", size)]
-    for bucket in (*rollout.gradient_buckets, *rollout.segment_buckets):
-        shared += [("mesh.fsdp", mesh.fsdp, "rollout.gradient_buckets", bucket)]
-    for axis, devices, name, size in shared:
-        require(
-            size % devices == 0,
-            f"{axis} is {devices} with {size} in {name}",
-            f"a divisor of {size}: every device holds an equal part",
-            f"Change {axis} or {name}.",
-        )

@@ -10,7 +10,7 @@ import dataclasses
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from rich.console import Console
 from rich.live import Live
@@ -20,10 +20,12 @@ from thundersync_jax.chat import base
 from thundersync_jax.chat.base import Piece
 from thundersync_jax.chat.byte_level import ByteLevel
 from thundersync_jax.metrics.progress import Progress
-from thundersync_jax.run.heldout import Evaluation
 from thundersync_jax.types import Trajectory
 from thundersync_jax.view import tables, transcript
 from thundersync_jax.view.tables import Column
+
+if TYPE_CHECKING:  # it imports jax, and looking at a run must not wait for that
+    from thundersync_jax.run.heldout import Evaluation
 
 WIDTH = 100
 _ROWS_PER_HEADING = 20
@@ -132,7 +134,7 @@ class Display:
         self._rows += 1
         self._print(Text(tables.line([cells[column] for column in columns], columns)))
 
-    def evaluation(self, label: str, evaluation: Evaluation) -> None:
+    def evaluation(self, label: str, evaluation: "Evaluation") -> None:
         """A success rate with its 95 % interval, and the mean reward."""
         low, high = (tables.percent(share, 1) for share in evaluation.interval)
         successes = int(evaluation.successes.sum())
