@@ -88,6 +88,8 @@ def heldout(
     successes = np.zeros(questions, int)
     trajectories: dict[tuple[int, int], Trajectory] = {}
     reasons: collections.Counter[str] = collections.Counter()
+    if not run.config.vllm.servers:
+        run.warn_once("compiling the sampler, with the first answers")
     jobs = run.heldout_jobs(phase, step, questions, samples)
     jobs = [dataclasses.replace(job, temperature=temperature) for job in jobs]
     for event in rollouts(run, jobs, version):

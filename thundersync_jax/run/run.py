@@ -88,6 +88,7 @@ class Run:
         self._warned: set[str] = set()
         self.workdir = Path(workdir)
         self.on_line = on_line
+        self.on_line("loading the tasks")
         factory = environment or load_factory(config.env.factory)
         self.tasks, self.chat = run_tasks.prepared(factory, config)
         self._reference: Tree = None
@@ -110,6 +111,9 @@ class Run:
             self.teacher = teaching.load(config, self.chat.vocabulary(), self.on_line)
             width = teaching.width(config, self.teacher)
             self._set_surrogate(width)
+            source = config.model.path
+            line = f"loading {source}" if source else "drawing random parameters"
+            self.on_line(line)
             self._make_params = placement.initializer(
                 config, self.model, self.placement.mesh
             )

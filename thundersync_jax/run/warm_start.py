@@ -34,9 +34,9 @@ class WarmStart:
     """The policy that reinforcement learning begins with.
 
     Attributes:
-      params: Of the policy.
-      steps: Supervised steps it took.
-      elapsed_secs: Seconds it took, pauses left out.
+      params: Parameters of the policy.
+      steps: Number of supervised steps.
+      elapsed_secs: Seconds that these steps took, pauses between processes left out.
       history: Every measurement: seconds, held-out success, its 95 % interval.
     """
 
@@ -80,10 +80,10 @@ def warm_start(run: Run, params: Tree, checkpoints: Checkpoints) -> WarmStart:
     Its policy is the run's reference from then on, in every process of the run.
 
     Args:
-      run: Its tasks demonstrate; its sampler measures.
+      run: The run whose tasks demonstrate and whose sampler measures.
       params: Random parameters; donated.
-      checkpoints: Its own directory. The newest one is the warm start itself once its
-        host facts say "done".
+      checkpoints: Checkpoints of warm starts alone. The newest one is the warm start
+        itself once its host facts say "done".
     """
     settings = run.config.warm_start
     optimizer = state.make_optimizer(
@@ -100,6 +100,12 @@ def warm_start(run: Run, params: Tree, checkpoints: Checkpoints) -> WarmStart:
     update = supervised_update(run.model, optimizer, now)
     data = demonstrations(run) if not facts["done"] else {}
     step = start
+    if data:
+        count, length = data["tokens"].shape
+        run.on_line(
+            f"warm start: compiling a step of {settings.batch_size} of {count:,} "
+            f"demonstrations in {length} tokens"
+        )
     while not facts["done"]:
         rows = tasks.take(
             range(len(run.tasks.train)),
@@ -117,17 +123,18 @@ def warm_start(run: Run, params: Tree, checkpoints: Checkpoints) -> WarmStart:
                 f"warm_start.learning_rate, now {settings.learning_rate}"
             )
         run.publish(now.params, POLICY_VERSION)
-        found = _check(run, step)
-        reached = found.success >= settings.target_success
+        evaluation = _check(run, step)
+        success = evaluation.success
+        reached = success >= settings.target_success
         elapsed = time.monotonic() - origin
         facts = {
             "done": reached or step >= settings.steps,
             "elapsed_secs": elapsed,
-            "history": [*facts["history"], [elapsed, found.success, *found.interval]],
+            "history": [*facts["history"], [elapsed, success, *evaluation.interval]],
         }
         run.on_line(
             f"warm start  step {step:4d}  loss {float(loss):6.3f}  "
-            f"held-out success {100 * found.success:5.1f}%"
+            f"held-out success {100 * success:5.1f}%"
         )
         checkpoints.save(step, now, facts)
     checkpoints.wait()
