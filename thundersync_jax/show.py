@@ -163,15 +163,15 @@ def _by_group(records: Sequence[Record]) -> dict[int, list[Record]]:
     return groups
 
 
-def _pick(there: dict[int, Any], wanted: int, kind: str) -> Any:
-    if wanted not in there:
-        known = sorted(there)
+def _pick(numbered: dict[int, Any], wanted: int, kind: str) -> Any:
+    if wanted not in numbered:
+        known = sorted(numbered)
         raise ConfigError(
             f"{wanted} is no {kind}, expected one of {len(known)} from {known[0]} to "
             f"{known[-1]}. The nearest is "
             f"{min(known, key=lambda number: abs(number - wanted))}."
         )
-    return there[wanted]
+    return numbered[wanted]
 
 
 def _group_rows(groups: dict[int, list[Record]], width: int) -> list[list[str]]:

@@ -92,13 +92,13 @@ def effective(
 
     Args:
       group: A dataclass.
-      prefix: Of its fields' names.
-      names: The fields.
-      other: The field they depend on.
-      choices: Values of it that use them; none given: any but 0.
+      prefix: What comes before a field's name on the command line, as `rollout.`.
+      names: Fields that must keep their defaults.
+      other: Field that they depend on.
+      choices: Values of `other` that use the fields; empty for any but 0.
     """
-    given = getattr(group, other)
-    if given in choices or (given and not choices):
+    value_of_other = getattr(group, other)
+    if value_of_other in choices or (value_of_other and not choices):
         return
     defaults = {field.name: field.default for field in dataclasses.fields(group)}
     users = " and ".join(map(repr, choices)) if choices else f"{prefix}{other} above 0"
@@ -108,7 +108,7 @@ def effective(
         way_out = repr(choices[0]) if choices else "what you mean"
         require(
             value == default,
-            f"{prefix}{name} is {value!r} with {prefix}{other} {given!r}",
+            f"{prefix}{name} is {value!r} with {prefix}{other} {value_of_other!r}",
             f"{shown}: only {users} {'use' if len(choices) > 1 else 'uses'} it",
             f"Set {prefix}{name} to {shown} or {prefix}{other} to {way_out}.",
         )

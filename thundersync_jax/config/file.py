@@ -66,8 +66,8 @@ def load_config(spec: str) -> Config:
                 f"--config is {spec!r}, which is a folder, expected a Python file in "
                 "it. Write --config=FILE.py."
             )
-        there = [str(known) for known in Path(path).parent.glob("*.py")]
-        hint = nearest(path, there) if there else "Write --config=FILE.py."
+        neighbours = [str(known) for known in Path(path).parent.glob("*.py")]
+        hint = nearest(path, neighbours) if neighbours else "Write --config=FILE.py."
         raise ConfigError(f"--config is {spec!r}, expected a Python file. {hint}")
     if Path(path).suffix != ".py":
         raise ConfigError(
@@ -122,8 +122,8 @@ def _import_file(path: Path) -> ModuleType:
     if folder not in sys.path:
         sys.path.append(folder)
     # Under its own name where that means this file: `env.factory` may import it too.
-    found = importlib.util.find_spec(path.stem)
-    same = found is not None and found.origin == str(path.resolve())
+    module_spec = importlib.util.find_spec(path.stem)
+    same = module_spec is not None and module_spec.origin == str(path.resolve())
     name = path.stem if same else f"config_file_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path.resolve())
     module = importlib.util.module_from_spec(spec)

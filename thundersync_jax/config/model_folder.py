@@ -182,13 +182,13 @@ class Reader:
         }
 
     def _architecture(self) -> str:
-        found = self._values.get("architectures") or []
+        names = self._values.get("architectures") or []
         kind = self._values.get("model_type")
         for name, family in FAMILIES.items():
-            if kind == family.model_type and found in ([], [name]):
+            if kind == family.model_type and names in ([], [name]):
                 return name
         raise self._refusal(
-            f"architectures {found} and model_type {kind!r}",
+            f"architectures {names} and model_type {kind!r}",
             " or ".join(FAMILIES),
             "Name the folder of a dense Qwen 2, 2.5 or 3 or Llama 3 model.",
         )
@@ -219,10 +219,10 @@ class Reader:
     def _rope(self) -> tuple[float, RopeScaling]:
         values = self._values
         spelled = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
-        given = values.get(spelled) or {}
-        if not isinstance(given, dict):
-            raise self._refusal(f"{spelled} {given!r}", "an object", "Correct it.")
-        type_name = given.get("rope_type", given.get("type", "default"))
+        scaling = values.get(spelled) or {}
+        if not isinstance(scaling, dict):
+            raise self._refusal(f"{spelled} {scaling!r}", "an object", "Correct it.")
+        type_name = scaling.get("rope_type", scaling.get("type", "default"))
         if type_name not in _KINDS:
             raise self._refusal(
                 f"{spelled} of type {type_name!r}",
@@ -232,7 +232,7 @@ class Reader:
             )
         kind = _KINDS[type_name]
         names = ROPE_NAMES[kind]
-        inside = {key: value for key, value in given.items() if value is not None}
+        inside = {key: value for key, value in scaling.items() if value is not None}
         rest = inside.keys() - {"rope_type", "type", "rope_theta", *names.values()}
         if inside.get("partial_rotary_factor") == 1.0:
             rest -= {"partial_rotary_factor"}
@@ -255,8 +255,8 @@ class Reader:
             inside[key] = self._values.get(key) or inside.get(key) or most
         if {"mscale", "mscale_all_dim"} <= inside.keys():
             log = 0.1 * math.log(max(self.number(inside, "factor"), 1))
-            both = ("mscale", "mscale_all_dim")
-            above, below = (self.number(inside, key) * log + 1 for key in both)
+            scales = ("mscale", "mscale_all_dim")
+            above, below = (self.number(inside, key) * log + 1 for key in scales)
             inside.setdefault("attention_factor", above / below)
         fields = {}
         defaults = {f.name: f.default for f in dataclasses.fields(RopeScaling)}
@@ -290,5 +290,7 @@ class Reader:
             raise self._refusal(f"{key} {value!r}", "true or false", "Correct it.")
         return bool(value)
 
-    def _refusal(self, found: str, expected: str, way_out: str) -> ConfigError:
-        return ConfigError(f"{self._path} has {found}, expected {expected}. {way_out}")
+    def _refusal(self, received: str, expected: str, way_out: str) -> ConfigError:
+        return ConfigError(
+            f"{self._path} has {received}, expected {expected}. {way_out}"
+        )

@@ -248,10 +248,12 @@ def _check_remote_teacher(config: Config) -> None:
     if not config.teacher.servers:
         return
     sides = config.vllm.servers, config.teacher.servers
-    both = set.intersection(*({one.rstrip("/") for one in side} for side in sides))
+    shared = set.intersection(
+        *({server.rstrip("/") for server in side} for side in sides)
+    )
     require(
-        not both,
-        f"vllm.servers and teacher.servers both have {min(both, default='')!r}",
+        not shared,
+        f"vllm.servers and teacher.servers both have {min(shared, default='')!r}",
         "others: a server that samples gets the student's weights",
         "Start a server of its own for the teacher.",
     )
@@ -337,11 +339,11 @@ def _check_exact(config: Config) -> None:
     rollout = config.rollout
     # A lost group is replaced by one other: a step sums no more than it asked for.
     addends = rollout.groups_per_step * rollout.group_size
-    both = " twice, for the loss has a part without advantage"
+    remark = " twice, for the loss has a part without advantage"
     twice = config.loss.has_additive
     require(
         addends * (1 + twice) <= MOST_ADDENDS,
-        f"accumulator is 'exact' with {addends} trajectories per step{both * twice}",
+        f"accumulator is 'exact' with {addends} trajectories per step{remark * twice}",
         f"at most {MOST_ADDENDS} addends, which is what 32-bit integers hold",
         "Lower rollout.groups_per_step, or set accumulator to 'plain'.",
     )

@@ -135,7 +135,7 @@ def replace(group: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
     Args:
       group: A nested frozen dataclass.
       values: New values by dotted name; every name is a setting of `group`.
-      prefix: Of the names of `group` itself.
+      prefix: What comes before the names of `group` itself, as `rollout.`.
     """
     changes = {}
     for field in dataclasses.fields(group):

@@ -48,7 +48,7 @@ class Record:
     Attributes:
       trajectory: As it was written.
       advantage: None where the member does not count, or its group was dropped.
-      pieces: Its text, as `chat.pieces` cuts it.
+      pieces: The trajectory's text, as `chat.pieces` cuts it.
     """
 
     trajectory: Trajectory
@@ -67,7 +67,7 @@ class Record:
 
     @property
     def prompt_text(self) -> str:
-        """Theirs, without the special tokens that frame it."""
+        """The text of `prompt_ids`, without the special tokens that frame it."""
         ends = itertools.accumulate(piece.tokens for piece in self.pieces)
         return "".join(
             piece.text
@@ -187,20 +187,20 @@ def read_step(
     Raises:
       ConfigError: The run has no such step; the nearest ones are named.
     """
-    there = recorded_steps(workdir)
-    if not there:
+    steps = recorded_steps(workdir)
+    if not steps:
         raise ConfigError(
             f"there are no trajectories in {Path(workdir) / FOLDER}. Name the work "
             "directory of a run that has trained at least one step."
         )
     if step is None:
-        step = there[-1]
-    if step not in there:
-        below = [str(other) for other in there if other < step][-1:]
-        above = [str(other) for other in there if other > step][:1]
+        step = steps[-1]
+    if step not in steps:
+        below = [str(other) for other in steps if other < step][-1:]
+        above = [str(other) for other in steps if other > step][:1]
         raise ConfigError(
             f"step {step} has no trajectories in {Path(workdir) / FOLDER}, expected a "
-            f"step from {there[0]} to {there[-1]}. The nearest there: "
+            f"step from {steps[0]} to {steps[-1]}. The nearest there: "
             f"{' and '.join(below + above)}."
         )
     return step, read_rollouts(rollouts_path(workdir, step))
@@ -262,13 +262,13 @@ def _from_line(line: dict[str, Any]) -> Record:
 
 
 def _pieces(line: dict[str, Any], tokens: int) -> tuple[Piece, ...]:
-    text, found, start = _typed("text", line, str), [], 0
+    text, pieces, start = _typed("text", line, str), [], 0
     for count, characters, special in _typed("pieces", line, list):
-        found.append(Piece(count, bool(special), text[start : start + characters]))
+        pieces.append(Piece(count, bool(special), text[start : start + characters]))
         start += characters
-    if start != len(text) or sum(piece.tokens for piece in found) != tokens:
+    if start != len(text) or sum(piece.tokens for piece in pieces) != tokens:
         raise ValueError("pieces do not cover text and ids")
-    return tuple(found)
+    return tuple(pieces)
 
 
 def _key(line: dict[str, Any]) -> TrajectoryKey:

@@ -188,12 +188,12 @@ class Checkpoints:
 
     def _check_like(self, step: int, saved: Tree, like: Tree) -> None:
         """Orbax itself would convert dtypes without a word."""
-        there, wanted = _layout(saved), _layout(like)
+        layout, wanted = _layout(saved), _layout(like)
         lines = [
-            f"{path} is {there.get(path, 'absent')}, "
+            f"{path} is {layout.get(path, 'absent')}, "
             f"expected {wanted.get(path, 'absent')}"
-            for path in sorted({*there, *wanted})
-            if there.get(path) != wanted.get(path)
+            for path in sorted({*layout, *wanted})
+            if layout.get(path) != wanted.get(path)
         ]
         if lines:
             more = len(lines) - _SHOWN_DIFFERENCES

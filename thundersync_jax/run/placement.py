@@ -63,8 +63,8 @@ def place(config: Config) -> Placement:
     Raises:
       ValueError: There are too few devices.
     """
-    devices, asked = jax.devices(), config.mesh
-    mesh = make_mesh(asked.replica, asked.fsdp, asked.tensor, devices)
+    devices, axes = jax.devices(), config.mesh
+    mesh = make_mesh(axes.replica, axes.fsdp, axes.tensor, devices)
     rest = devices[mesh.size :]
     alone = _samplers(config)
     if alone > len(rest):
@@ -182,7 +182,7 @@ def policy(
     return step, saved["params"]
 
 
-_SHARE_OF_MEMORY = 0.25  # of a device, for group sums where nothing else is said
+_SHARE_OF_MEMORY = 0.25  # of a device, for group sums that the config does not limit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,8 +228,8 @@ def plan(
         additive=additive,
         lossy=config.partial_groups == "drop" or config.uniform_groups != "keep",
     )
-    one = sums.bytes_per_device(params, config.accumulator)
-    open_groups = _open_groups(config, params, channels * one)
+    sum_bytes = sums.bytes_per_device(params, config.accumulator)
+    open_groups = _open_groups(config, params, channels * sum_bytes)
     parts, total = ["the batch"], 1
     if config.release == "trajectory" and channels:
         places = 1 if scope == "batch" else open_groups
@@ -245,7 +245,7 @@ def plan(
         parts.append("one for complete groups")
     if total == 1 and not exact:
         return SumMemory(open_groups, "")
-    size = f"{total * one / 2**20:,.1f} MiB of gradient sums per device"
+    size = f"{total * sum_bytes / 2**20:,.1f} MiB of gradient sums per device"
     words = "; at most three 32-bit words per parameter and sum" * exact
     return SumMemory(open_groups, f"{size}: {_listed(parts)}{words}")
 
@@ -266,26 +266,26 @@ def _of_turns(config: Config, model: Model, params: Params) -> SumMemory:
     )
 
 
-def _open_groups(config: Config, params: Params, one: int) -> int:
+def _open_groups(config: Config, params: Params, group_bytes: int) -> int:
     """How many groups may hold sums of so many bytes each."""
     budget = config.group_sum_bytes
     if budget is None:
         memory = jax.tree.leaves(params)[0].addressable_shards[0].device.memory_stats()
         budget = int((memory or {}).get("bytes_limit", 0) * _SHARE_OF_MEMORY) or None
     wished = config.open_groups or config.rollout.groups_per_step
-    if not one:
+    if not group_bytes:
         return wished
     if budget is None and config.open_groups is None:
         raise ConfigError(
             "open_groups is none and the device does not tell its memory; set "
-            f"open_groups, or group_sum_bytes at {one:,} bytes a group"
+            f"open_groups, or group_sum_bytes at {group_bytes:,} bytes a group"
         )
-    if budget is not None and budget < one:
+    if budget is not None and budget < group_bytes:
         raise ConfigError(
             f"group_sum_bytes is {budget:,} and the sums of one open group take "
-            f"{one:,} bytes per device; raise it, or shard over mesh.fsdp"
+            f"{group_bytes:,} bytes per device; raise it, or shard over mesh.fsdp"
         )
-    return wished if budget is None else min(wished, budget // one)
+    return wished if budget is None else min(wished, budget // group_bytes)
 
 
 def _listed(parts: list[str]) -> str:

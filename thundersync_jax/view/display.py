@@ -98,7 +98,7 @@ class Display:
         """Keeps a progress line on a terminal until the block ends.
 
         Args:
-          title: Its beginning, as `RunProgress.title`.
+          title: Beginning of the line, as `RunProgress.title`.
           clock: The clock of `Progress.started_secs`.
         """
         self._progress = None
@@ -158,7 +158,7 @@ class Display:
           trajectory: Any, failed ones too.
           advantage: Shown where known.
           lines: The most of each segment, its middle is left out; None for all.
-          pieces: Its text; None where its tokens are byte-level.
+          pieces: The trajectory's text; None where its tokens are byte-level.
         """
         if pieces is None:
             pieces = base.pieces(ByteLevel(), trajectory)

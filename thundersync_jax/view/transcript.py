@@ -49,7 +49,7 @@ def body(
 
     Args:
       trajectory: Any, failed ones too.
-      pieces: Its text, as `chat.pieces` cuts it.
+      pieces: The trajectory's text, as `chat.pieces` cuts it.
       console: Breaks lines as rich does.
       width: In characters.
       most: Lines of each run, the middle is left out; None for all.
