@@ -56,7 +56,9 @@ def longest_context(model: ModelConfig) -> float:
     """
     path, rope = Path(model.path).expanduser() / CONFIG_FILE, model.rope
     values = read_json(path)
-    most = Reader(path, values).number(values, "max_position_embeddings", math.inf)
+    most = math.inf
+    if values.get("max_position_embeddings") is not None:
+        most = Reader(path, values).number(values, "max_position_embeddings")
     if rope.kind == "linear":
         return most * rope.factor
     if rope.kind == "yarn":
