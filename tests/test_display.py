@@ -318,6 +318,5 @@ def test_evaluation_is_shown_with_its_interval():
     Display(stream).evaluation("held-out success", evaluation(81, 263, reward=1.5))
     assert stream.getvalue() == (
         "held-out success 30.8%  81 of 263, 95% interval 25.5% to 36.6%; "
-        "mean reward 1.500
-"
+        "mean reward 1.500\n"
     )
