@@ -9,7 +9,7 @@ import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jax.sharding import Mesh
@@ -124,8 +124,6 @@ def _samplers(config: Config) -> int:
     """How many devices do nothing but sample; servers are elsewhere."""
     alone = config.mesh.sampler == "own_device" and not config.vllm.servers
     return config.mesh.sampler_devices if alone else 0
-
-
 
 
 def initializer(config: Config, model: Model, devices: Mesh) -> Callable[[], Params]:
