@@ -329,4 +329,5 @@ def test_what_a_resume_may_change_is_declared_beside_the_fields():
         "evaluation.every_steps",
         "checkpoint.every_steps",
         "checkpoint.keep",
+        "metrics.sinks",
     ]
