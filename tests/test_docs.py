@@ -15,6 +15,7 @@ import warnings
 import memory_table
 import pytest
 
+from thundersync_jax.__main__ import COMMANDS
 from thundersync_jax.config import Config
 from thundersync_jax.config.settings import settings
 from thundersync_jax.flags import load_config
@@ -25,13 +26,17 @@ README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 MOST_README_LINES = 300
 TEXTS = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
-COMMANDS = {path.stem for path in PACKAGE.glob("*.py")}
+WITHOUT_CONFIG = ("show", "compare")
 # What stands for a value that the reader has to put in.
 PLACEHOLDERS = {
     ":models/Qwen3-0.6B": "",
     ".release=R": ".release=trajectory",
     ".seed=S": ".seed=0",
     "=N": "=1",
+    " DIR": " runs/a",
+    "thundersync NAME": "thundersync train",
+    "thundersync_jax NAME": "thundersync_jax train",
+    "thundersync_jax.NAME": "thundersync_jax.train",
 }
 GROUPS = {setting.name.partition(".")[0] for setting in settings(Config())}
 # Folders that commands write.
@@ -56,7 +61,7 @@ def shell_lines(text):
     for code in codes(text):
         for line in re.split(r" && |; ", code):
             first = re.sub(r"^([A-Z_]+=(\S+|\"[^\"]*\") )*", "", line).partition(" ")[0]
-            known = ("python", "pip", "pytest", "launch/local_vllm.sh")
+            known = ("python", "thundersync", "pip", "pytest", "launch/local_vllm.sh")
             if " " in line and (first in known or first in COMMANDS):
                 yield line
 
@@ -72,6 +77,8 @@ def check_command(line):
         command = value if name == "COMMAND" else command
     program, *rest = words
     program = program.removeprefix(".venv/bin/")
+    if program == "thundersync":
+        program, *rest = rest
     if program in COMMANDS:
         check_flags(program, rest)
     elif program == "pip":
@@ -98,6 +105,8 @@ def check_python(words):
         check_script(words)
     elif words[1].startswith("thundersync_jax."):
         check_flags(words[1].partition(".")[2], words[2:])
+    elif words[1] == "thundersync_jax":
+        check_flags(words[2], words[3:])
     elif words[1] == "pytest":
         check_files(words[2:])
     else:
@@ -107,7 +116,7 @@ def check_python(words):
 def check_flags(command, words):
     """The command itself reads its flags, prints settings or help, and stops."""
     words = [word for word in words if word != "…"]
-    stop = "--help" if command == "show" else "--print_config"
+    stop = "--help" if command in WITHOUT_CONFIG else "--print_config"
     if stop == "--print_config" and not any(w.startswith("--config=") for w in words):
         words.append("--config=configs/quickstart.py")
     printed = io.StringIO()
