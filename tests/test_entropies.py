@@ -166,7 +166,13 @@ def compiled(function, tokens, vocab=32_000):
 
     def loss(params, hidden, targets):
         head = params["embed"]
-        found = function(hidden, targets, lambda h: h @ head.T, 1.0, 512)
+        found = logprobs.chunked(
+            lambda logits, targets: function(logits, targets, 1.0),
+            hidden,
+            targets,
+            lambda hidden: hidden @ head.T,
+            512,
+        )
         return sum(jnp.sum(x**2) for x in jax.tree.leaves(found))
 
     shapes = (
@@ -179,7 +185,7 @@ def compiled(function, tokens, vocab=32_000):
 
 def test_logits_never_exist_for_all_tokens_with_entropies_too():
     """NVIDIA-NeMo/RL#2882: the head held T x V floats."""
-    function = logprobs.chunked_logprobs_and_entropies
+    function = logprobs.logprobs_and_entropies
     chunk_bytes = 512 * 32_000 * 4
     short, long = (
         compiled(function, tokens).memory_analysis().temp_size_in_bytes
@@ -195,5 +201,5 @@ def test_entropies_project_to_the_vocabulary_no_more_often():
     def products(function):
         return compiled(function, 1024).as_text().count(" dot(")
 
-    both = products(logprobs.chunked_logprobs_and_entropies)
-    assert both == products(logprobs.chunked_target_logprobs) > 0
+    both = products(logprobs.logprobs_and_entropies)
+    assert both == products(logprobs.target_logprobs) > 0

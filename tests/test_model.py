@@ -45,9 +45,11 @@ surrogate_logprobs = jax.jit(tiny_models.logprobs, static_argnums=0)
 def token_logprobs(config, params, hidden, targets, temperature):
     project = transformer.projection(config, params)
     chunk = config.logprob_chunk_tokens
-    return logprobs.chunked_target_logprobs(
-        hidden, targets, project, temperature, chunk
-    )
+
+    def function(logits, targets):
+        return logprobs.target_logprobs(logits, targets, temperature)
+
+    return logprobs.chunked(function, hidden, targets, project, chunk)
 
 
 def random_params(config, seed=0):
@@ -280,9 +282,6 @@ def test_logprob_is_at_the_sampling_temperature():
     logits = jnp.array([2.0, 0.0])
     got = logprobs.target_logprobs(logits, jnp.int32(0), 0.5)
     np.testing.assert_allclose(got, -0.018150, atol=1e-6)
-    hidden, target = logits[None], jnp.zeros(1, jnp.int32)
-    got = logprobs.chunked_target_logprobs(hidden, target, lambda x: x, 0.5, 512)
-    np.testing.assert_allclose(got, [-0.018150], atol=1e-6)
 
 
 def test_logical_axes_name_every_axis():

@@ -123,53 +123,6 @@ def chunked(
     return jax.tree.map(lambda x: x.T.reshape(chunks * length)[:tokens], found_jc)
 
 
-def chunked_target_logprobs(
-    hidden_t: jax.Array,
-    target_t: jax.Array,
-    project: Callable[[jax.Array], jax.Array],
-    temperature: jax.Array | float,
-    chunk_tokens: int,
-) -> jax.Array:
-    """`target_logprobs(project(hidden), ...)` with one chunk of logits alive.
-
-    Args:
-      hidden_t, project, chunk_tokens: As for `chunked`.
-      target_t: int32[T].
-      temperature: Scalar; not differentiated.
-
-    Returns:
-      float[T], the dtype that `project` returns.
-    """
-
-    def one_chunk(logits, target_c):
-        return target_logprobs(logits, target_c, temperature)
-
-    return chunked(one_chunk, hidden_t, target_t, project, chunk_tokens)
-
-
-def chunked_logprobs_and_entropies(
-    hidden_t: jax.Array,
-    target_t: jax.Array,
-    project: Callable[[jax.Array], jax.Array],
-    temperature: jax.Array | float,
-    chunk_tokens: int,
-) -> tuple[jax.Array, jax.Array]:
-    """`logprobs_and_entropies(project(hidden), ...)` with one chunk of logits alive.
-
-    Args:
-      hidden_t, target_t, project, temperature, chunk_tokens: As for
-        `chunked_target_logprobs`.
-
-    Returns:
-      Two float[T], the dtype that `project` returns.
-    """
-
-    def one_chunk(logits, target_c):
-        return logprobs_and_entropies(logits, target_c, temperature)
-
-    return chunked(one_chunk, hidden_t, target_t, project, chunk_tokens)
-
-
 def draw(
     logits: jax.Array, uniform: jax.Array, temperature: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
