@@ -54,11 +54,11 @@ class Sampler(Protocol):
         """Ends the session."""
 
 
+@dataclasses.dataclass(eq=False)
 class Agent:
-    """One attempt of one member.
+    """One attempt of one member; its environment is made by `act`.
 
     Attributes:
-      key: Key of the trajectory, the attempt included.
       session: The engine's name for the attempt, never used twice: what a stopped one
         still does cannot touch a later one of the same key.
       doing: What it is busy with, in words, for whoever has to stop it.
@@ -66,65 +66,39 @@ class Agent:
       times: Seconds on the monotonic clock, by name as in `Trajectory`.
     """
 
-    def __init__(
-        self,
-        key: TrajectoryKey,
-        task: Any,
-        make_environment: Callable[[TrajectoryKey], Environment],
-        sampler: Sampler,
-        commands: Commands,
-        limits: RolloutConfig,
-        seed: int,
-        policy_version: int,
-        on_span: Callable[[Span], None] | None = None,
-        teacher: Teacher | None = None,
-        on_turn: Callable[[Turn], None] | None = None,
-        chat: Chat = _BYTE_LEVEL,
-        temperature: float | None = None,
-    ):
-        """Prepares an attempt; its environment is made by `act`.
+    key: TrajectoryKey  # of the trajectory, the attempt included
+    task: Any  # the environment's task
+    make_environment: Callable[[TrajectoryKey], Environment]  # a fresh one for the key
+    sampler: Sampler  # the connection to the engine
+    commands: Commands  # runs the environment's commands under their deadlines
+    limits: (
+        RolloutConfig  # tokens, turns, deadlines; where `stop_ids` is None: `chat`'s
+    )
+    seed: int  # first word of every sampling seed of the run
+    policy_version: int  # version that has to sample every action
+    on_span: Callable[[Span], None] | None = (
+        None  # every decode, tool, score, verify bar
+    )
+    teacher: Teacher | None = None  # scores the actions; None where none does
+    on_turn: Callable[[Turn], None] | None = None  # every turn that it has scored
+    chat: Chat = _BYTE_LEVEL
+    temperature: float | None = None  # of its sampling; None takes that of `limits`
 
-        Args:
-          key: Key of the trajectory, the attempt included.
-          task: The environment's task.
-          make_environment: Makes a fresh environment for the key.
-          sampler: The connection to the engine.
-          commands: Runs the environment's commands under their deadlines.
-          limits: Tokens, turns and deadlines. Where `stop_ids` is None, those of `chat`
-            end a turn.
-          seed: First word of every sampling seed of the run.
-          policy_version: Version that has to sample every action.
-          on_span: Called with every decode, tool, score and verify bar.
-          teacher: Scores the actions; None where none does.
-          on_turn: Called with every turn that the teacher has scored.
-          chat: Turns text into ids and back.
-          temperature: Temperature of its sampling; None takes that of `limits`.
-        """
-        self.key = key
+    def __post_init__(self):
+        key, stop_ids = self.key, self.limits.stop_ids
+        if self.temperature is None:
+            self.temperature = self.limits.temperature
         self.session = (key, next(_SESSIONS))
         self.doing = WAITING
         self.recorder: Recorder | None = None
         self.times: dict[str, float] = {}
-        self._task = task
-        self._make_environment = make_environment
         self._environment: Environment | None = None
-        self._sampler = sampler
-        self._commands = commands
-        self._limits = limits
-        self._chat = chat
-        self._temperature = limits.temperature if temperature is None else temperature
-        own_stop_ids = limits.stop_ids is None
-        self._stop_ids = chat.stop_ids if own_stop_ids else limits.stop_ids
+        self._stop_ids = self.chat.stop_ids if stop_ids is None else stop_ids
         # Without the attempt: a retry samples the tokens that the first try would have.
-        self._seed = (seed, PHASES[key.phase], key.step, key.group, key.member)
-        self._policy_version = policy_version
-        self._on_span = on_span
-        self._teacher = teacher
-        self._on_turn = on_turn
+        self._seed = (self.seed, PHASES[key.phase], key.step, key.group, key.member)
         self._scorer: TurnScorer | None = None
         self._deadline_secs = 0.0  # on the event loop's clock
         self._timeout: asyncio.Timeout | None = None  # where one runs
-        self._lane = f"g{key.group}m{key.member}"
 
     async def act(self) -> Trajectory:
         """Plays the turns and frees the engine.
@@ -133,7 +107,7 @@ class Agent:
           Stopped: A deadline passed, the environment raised, the engine refused, or
             the prompt leaves no room for a single token (CONTEXT_OVERFLOW).
         """
-        limit_secs = self._limits.trajectory_timeout_secs
+        limit_secs = self.limits.trajectory_timeout_secs
         self._deadline_secs = asyncio.get_running_loop().time() + limit_secs
         self.times["started"] = time.monotonic()
         try:
@@ -143,18 +117,15 @@ class Agent:
             self._stop_scoring()
             raise
         finally:
-            self._sampler.release(self.session)
+            self.sampler.release(self.session)
         self.doing = "the wait for verification"
         self.times["completed"] = time.monotonic()
         return self.recorder.trajectory(stop_reason, times=self.times)
 
     async def scored(self, trajectory: Trajectory) -> Trajectory:
-        """Waits for the teacher, if there is one; returns the trajectory with scores.
+        """Waits for the teacher, if there is one, under the trajectory's deadline.
 
-        The trajectory's deadline goes on.
-
-        Args:
-          trajectory: What `act` returned.
+        Takes what `act` returned and adds the teacher's scores.
 
         Raises:
           Stopped: The deadline passed, or the teacher failed (TEACHER_ERROR).
@@ -177,15 +148,12 @@ class Agent:
 
     def release(self) -> None:
         """Frees engine and teacher of an attempt that somebody else ends."""
-        self._sampler.release(self.session)
+        self.sampler.release(self.session)
         self._stop_scoring()
 
     def failed(self, stop_reason: StopReason, reason: str) -> Failed:
-        """The outcome of an attempt that ends without a verdict.
-
-        The reason names the attempt where several are allowed.
-        """
-        attempts = self._limits.attempts
+        """The outcome without a verdict; the reason names the attempt of several."""
+        attempts = self.limits.attempts
         if attempts > 1:
             reason += f" (attempt {self.key.attempt + 1} of {attempts})"
         trajectory = None
@@ -201,7 +169,7 @@ class Agent:
             number: a missing verdict is never 0.
         """
         self.doing = "verify()"
-        limit_secs = self._limits.verify_timeout_secs
+        limit_secs = self.limits.verify_timeout_secs
         verdict = await self._command(
             "verify", limit_secs, lambda: self._environment.verify()
         )
@@ -216,8 +184,8 @@ class Agent:
 
     async def _play(self) -> StopReason:
         """Runs start and all turns; returns how the policy ended."""
-        limits = self._limits
-        ids = self._chat.prompt(await self._start())
+        limits = self.limits
+        ids = self.chat.prompt(await self._start())
         room = limits.context_tokens - len(ids)
         if room < 1:
             raise Stopped(
@@ -225,20 +193,16 @@ class Agent:
                 f"the prompt has {len(ids)} tokens, rollout.context_tokens is "
                 f"{limits.context_tokens}; it leaves no room for an action",
             )
-        self.recorder = Recorder(self.key, ids, self._policy_version)
-        if self._teacher is not None:
+        self.recorder = Recorder(self.key, ids, self.policy_version)
+        if self.teacher is not None:
             self._scorer = TurnScorer(
-                self._teacher,
-                self.session,
-                self.recorder,
-                self._on_scored,
-                self._hurry,
+                self.teacher, self.session, self.recorder, self._on_scored, self._hurry
             )
         for turn in range(limits.turns):
             action = await self._act_once(turn, ids, min(limits.turn_tokens, room))
             if action is None:
-                # The cut action is not run. Cut by the context's end rather
-                # than the turn's own limit, it is the context that was too short.
+                # The cut action is not run. Cut by the context's end rather than the
+                # turn's own limit, it is the context that was too short.
                 length = limits.turn_tokens <= room
                 return StopReason.LENGTH if length else StopReason.CONTEXT_OVERFLOW
             if action.problem:
@@ -250,8 +214,8 @@ class Agent:
                 return StopReason.FINISHED
             if turn + 1 == limits.turns:
                 return StopReason.TURN_LIMIT
-            ended = action.ids[-1] in self._chat.stop_ids
-            ids = self._chat.observation(observation.text, ended)
+            ended = action.ids[-1] in self.chat.stop_ids
+            ids = self.chat.observation(observation.text, ended)
             room = limits.context_tokens - self.recorder.length - len(ids)
             if room < 1:
                 return StopReason.CONTEXT_OVERFLOW
@@ -261,13 +225,13 @@ class Agent:
     async def _start(self) -> str:
         self.doing = "start()"
         try:
-            self._environment = self._make_environment(self.key)
+            self._environment = self.make_environment(self.key)
         except Exception as error:
             reason = f"making the environment raised {one_line(error)}"
             raise Stopped(StopReason.ENVIRONMENT_ERROR, reason) from error
-        limit_secs = self._limits.command_timeout_secs
+        limit_secs = self.limits.command_timeout_secs
         prompt = await self._command(
-            "start", limit_secs, lambda: self._environment.start(self._task)
+            "start", limit_secs, lambda: self._environment.start(self.task)
         )
         return _expect(prompt, str, self.doing, "the prompt's text")
 
@@ -275,25 +239,25 @@ class Agent:
         self, turn: int, new_ids: np.ndarray, max_new_tokens: int
     ) -> Action | None:
         """Samples and records one action; None where its cut ends the trajectory."""
-        limits = self._limits
+        limits = self.limits
         self.doing = f"decoding of turn {turn}"
         request = Request(
             session=self.session,
             new_ids=new_ids,
             max_new_tokens=max_new_tokens,
             stop_ids=self._stop_ids,
-            temperature=self._temperature,
+            temperature=self.temperature,
             seed=(*self._seed, turn),
         )
         start = time.monotonic()
         try:
-            response = await self._sampler.sample(request)
+            response = await self.sampler.sample(request)
             ids = response.ids
             self.recorder.action(ids, response.logprobs, response.policy_version)
             self._score(turn, len(new_ids), len(ids))
             if not response.stopped and limits.cut_actions == "end":
                 return None
-            return self._chat.parse(ids, self._stop_ids)
+            return self.chat.parse(ids, self._stop_ids)
         except ValueError as error:
             reason = f"{self.doing}: {one_line(error)}"
             raise Stopped(StopReason.ENGINE_ERROR, reason) from error
@@ -314,12 +278,12 @@ class Agent:
         self._span("teacher", f"score t{turn.turn}", start_secs)
         if "completed" in self.times:
             self.doing = _scoring(turn.turn + 1)
-        if self._on_turn is not None:
+        if self.on_turn is not None:
             length = len(turn.trajectory.ids)
             scores = self.recorder.teacher_scores(length)
             trajectory = dataclasses.replace(turn.trajectory, teacher=scores)
             secs = time.monotonic()
-            self._on_turn(dataclasses.replace(turn, trajectory=trajectory, secs=secs))
+            self.on_turn(dataclasses.replace(turn, trajectory=trajectory, secs=secs))
 
     def _stop_scoring(self) -> None:
         if self._scorer is not None:
@@ -334,10 +298,8 @@ class Agent:
         except TimeoutError:
             if self._scorer is not None:
                 self._scorer.raise_error()
-            limit_secs = self._limits.trajectory_timeout_secs
-            reason = (
-                f"trajectory deadline of {limit_secs:g} s passed during {self.doing}"
-            )
+            limit = f"trajectory deadline of {self.limits.trajectory_timeout_secs:g} s"
+            reason = f"{limit} passed during {self.doing}"
             raise Stopped(StopReason.TIMEOUT, reason) from None
         finally:
             self._timeout = None
@@ -349,7 +311,7 @@ class Agent:
 
     async def _step(self, turn: int, action: Action) -> Observation:
         self.doing = f"step() of turn {turn}"
-        limit_secs = self._limits.command_timeout_secs
+        limit_secs = self.limits.command_timeout_secs
         observation = await self._command(
             "tool", limit_secs, lambda: self._environment.step(action)
         )
@@ -370,14 +332,15 @@ class Agent:
     ) -> Any:
         start = time.monotonic()
         try:
-            return await self._commands.run(function, limit_secs, self.doing)
+            return await self.commands.run(function, limit_secs, self.doing)
         finally:
             self._span("verify" if span == "verify" else "rollout", span, start)
 
     def _span(self, track: str, name: str, start_secs: float) -> None:
-        if self._on_span is not None:
+        if self.on_span is not None:
             end_secs = time.monotonic()
-            self._on_span(Span(track, name, start_secs, end_secs, self._lane))
+            lane = f"g{self.key.group}m{self.key.member}"
+            self.on_span(Span(track, name, start_secs, end_secs, lane))
 
 
 def _scoring(turn: int) -> str:

@@ -8,6 +8,7 @@ whether the loop still turns. That costs nothing while events come.
 
 import asyncio
 import contextlib
+import dataclasses
 import inspect
 import sys
 import threading
@@ -47,10 +48,7 @@ class Commands:
         self.abandoned = 0
 
     async def run(
-        self,
-        function: Callable[[], Awaitable[Any]],
-        limit_secs: float,
-        name: str,
+        self, function: Callable[[], Awaitable[Any]], limit_secs: float, name: str
     ) -> Any:
         """Returns what `await function()` returns.
 
@@ -96,19 +94,15 @@ class Commands:
             task.exception()
 
 
+@dataclasses.dataclass(eq=False)
 class LoopWatch:
-    """Looks after one loop; `look` belongs to one thread."""
+    """Looks after one loop, which runs in `thread`; `look` belongs to one thread."""
 
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        thread: threading.Thread,
-        blocked_secs: float,
-    ):
-        """Watches `loop`, which runs in `thread`."""
-        self._loop = loop
-        self._thread = thread
-        self._blocked_secs = blocked_secs
+    loop: asyncio.AbstractEventLoop
+    thread: threading.Thread
+    blocked_secs: float  # silence of the loop after which it counts as blocked
+
+    def __post_init__(self):
         self._asked_secs = 0.0
         self._answered = threading.Event()
         self._answered.set()
@@ -124,35 +118,33 @@ class LoopWatch:
             if now - self._asked_secs >= PING_SECS:
                 self._asked_secs = now
                 self._answered.clear()
-                self._loop.call_soon_threadsafe(self._answered.set)
+                self.loop.call_soon_threadsafe(self._answered.set)
             return
-        if now - self._asked_secs <= self._blocked_secs:
+        if now - self._asked_secs <= self.blocked_secs:
             return
         # Not at once: this whole process may have been suspended.
         if not self._answered.wait(_LAST_CHANCE_SECS):
             raise RuntimeError(
-                f"the event loop has not turned for {self._blocked_secs:g} s: "
+                f"the event loop has not turned for {self.blocked_secs:g} s: "
                 f"{self._culprit()}. Environments must await; move blocking calls into "
                 "asyncio.to_thread."
             )
 
     def _culprit(self) -> str:
-        frame = sys._current_frames().get(self._thread.ident)
+        frame = sys._current_frames().get(self.thread.ident)
         if frame is None:
             return "its thread is gone"
         # Innermost last: the environment's own line and what it called.
         calls = traceback.extract_stack(frame)[-_FRAMES:]
         where = " > ".join(f"{c.name} ({c.filename}:{c.lineno})" for c in calls)
-        task = asyncio.current_task(self._loop)
+        task = asyncio.current_task(self.loop)
         return f"{task.get_name() if task else 'no task'} is in {where}"
 
 
 def end_tasks(loop: asyncio.AbstractEventLoop, grace_secs: float) -> None:
-    """Cancels whatever a stopped loop still has to do and waits a little for its end.
+    """Cancels what a stopped loop still has to do, from its thread, and waits a little.
 
-    Args:
-      loop: A stopped event loop, from whose thread this is called.
-      grace_secs: Seconds for cleaning up; what takes twice as long is left behind.
+    What takes more than twice `grace_secs` to clean up is left behind.
     """
     for is_due in (_begun, lambda task: True):
         tasks = asyncio.all_tasks(loop)

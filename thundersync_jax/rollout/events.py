@@ -1,10 +1,8 @@
 """Jobs of a rollout pool and its events: a job in, one outcome out.
 
 The events of one attempt come in this order: its turns where a teacher scores them, its
-`Completed`, its outcome.
-
-`secs` of an event is when it happened, on the monotonic clock; whoever reads it may be
-busy then.
+`Completed`, its outcome. `secs` of an event is when it happened, in seconds on the
+monotonic clock; whoever reads it may be busy then.
 """
 
 import dataclasses
@@ -38,7 +36,6 @@ class Turn:
         then that of the observation before this one.
       trajectory: The tokens up to the action's end, with `teacher` scores of every
         action so far. Its stop reason is open, and so is the credit of this turn.
-      secs: Seconds on the monotonic clock.
     """
 
     key: TrajectoryKey
@@ -76,7 +73,6 @@ class Failed:
       stop_reason: Kind of the failure; CONTEXT_OVERFLOW is a prompt without room.
       reason: One line that names what was stopped.
       trajectory: The tokens up to there; None where not even the prompt is known.
-      secs: Seconds on the monotonic clock.
     """
 
     key: TrajectoryKey

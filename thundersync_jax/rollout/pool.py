@@ -123,18 +123,14 @@ class RolloutPool:
         self._loop.set_exception_handler(self._report)
         self._teacher = make_teacher(self._loop, self._die) if make_teacher else None
         self._driver = connect(engine, self._loop, self._die)
-        self._thread = threading.Thread(
-            target=self._run_loop, daemon=True, name="rollouts"
-        )
+        run = self._run_loop
+        self._thread = threading.Thread(target=run, daemon=True, name="rollouts")
         self._watch = LoopWatch(self._loop, self._thread, blocked_secs)
         self._thread.start()
 
     @property
     def ended(self) -> bool:
-        """Whether the batch of the last event takes no more members.
-
-        Its step deadline has passed or it was cancelled.
-        """
+        """Whether the last event's batch is past its step deadline, or cancelled."""
         return self._ended is not None
 
     @property
@@ -172,8 +168,9 @@ class RolloutPool:
         self._raise_if_dead()
         version = self._policy_version
         if version is None or version != policy_version:
-            none = version is None
-            running = "none runs" if none else f"the running one has {version}"
+            running = (
+                "none runs" if version is None else f"the running one has {version}"
+            )
             raise ValueError(
                 f"members of policy version {policy_version} find no batch to join: "
                 f"{running}. start() begins one."
@@ -184,9 +181,7 @@ class RolloutPool:
         self._in_loop(self._join, members)
 
     def next_event(self, timeout_secs: float) -> Event | None:
-        """Returns the next event; None after the timeout, or on `wake`.
-
-        Nothing is waited for where nothing is outstanding.
+        """Returns the next event; None after the timeout, on `wake`, or at the end.
 
         Raises:
           BaseException: What a thread of the pool died of, with its own traceback.
@@ -276,11 +271,9 @@ class RolloutPool:
             self._deadline.cancel()
         self._ended = None
         limit_secs = self._limits.step_timeout_secs
+        reason = f"step deadline of {limit_secs:g} s passed"
         self._deadline = self._loop.call_later(
-            limit_secs,
-            self._end,
-            StopReason.TIMEOUT,
-            f"step deadline of {limit_secs:g} s passed",
+            limit_secs, self._end, StopReason.TIMEOUT, reason
         )
         self._join(members)
 
@@ -342,11 +335,9 @@ class RolloutPool:
         return agent
 
     def _fail(self, member: Member, stop_reason: StopReason, reason: str) -> None:
-        if member.agent is None:
-            failed = Failed(member.job.key, stop_reason, reason)
-        else:
-            failed = member.agent.failed(stop_reason, reason)
-        self._tell(member, failed)
+        agent, key = member.agent, member.job.key
+        failed = agent.failed if agent else partial(Failed, key)
+        self._tell(member, failed(stop_reason, reason))
 
     def _tell(self, member: Member, event: Event) -> None:
         """Passes on what an open member says; a stopped one is not heard."""

@@ -13,6 +13,7 @@ import numpy as np
 from thundersync_jax.engines.base import Scored
 from thundersync_jax.types import StopReason, TeacherScores, Trajectory, TrajectoryKey
 
+Ids = Sequence[int] | np.ndarray
 _NO_CREDIT = (1.0, 0.0)
 _ROUNDING = 1e-4  # nats by which an engine's log-probability may exceed 0
 
@@ -20,12 +21,7 @@ _ROUNDING = 1e-4  # nats by which an engine's log-probability may exceed 0
 class Recorder:
     """The token sequence of one attempt, while it grows."""
 
-    def __init__(
-        self,
-        key: TrajectoryKey,
-        prompt_ids: Sequence[int] | np.ndarray,
-        policy_version: int,
-    ):
+    def __init__(self, key: TrajectoryKey, prompt_ids: Ids, policy_version: int):
         """Starts with the prompt; every action must come from `policy_version`."""
         self.key = key
         self.policy_version = policy_version
@@ -40,7 +36,7 @@ class Recorder:
 
     def action(
         self,
-        ids: Sequence[int] | np.ndarray,
+        ids: Ids,
         logprobs: Sequence[float] | np.ndarray,
         policy_version: int,
     ) -> None:
@@ -72,11 +68,11 @@ class Recorder:
         self.turns += 1
         self._append(ids, logprobs)
 
-    def observation(self, ids: Sequence[int] | np.ndarray) -> None:
+    def observation(self, ids: Ids) -> None:
         """Appends tokens that came from the environment; they are never trained."""
         self._append(self._checked("observation", ids))
 
-    def context(self, ids: Sequence[int] | np.ndarray) -> None:
+    def context(self, ids: Ids) -> None:
         """Takes the whole next context of a harness that keeps the history itself.
 
         What continues the record is appended as an observation.
@@ -161,9 +157,8 @@ class Recorder:
         """Returns what was recorded so far."""
         lengths = [len(ids) for ids in self._ids]
         credited = any(pair != _NO_CREDIT for pair in self._credits)
-        weights, credits = np.repeat(
-            np.asarray(self._credits, np.float32), lengths, axis=0
-        ).T
+        pairs = np.asarray(self._credits, np.float32)
+        weights, credits = np.repeat(pairs, lengths, axis=0).T
         return Trajectory(
             key=self.key,
             ids=np.concatenate(self._ids),
@@ -189,12 +184,11 @@ class Recorder:
         self._ids.append(ids)
         self._trained.append(logprobs is not None)
         self._credits.append(_NO_CREDIT)
-        if logprobs is None:
-            logprobs = np.zeros(len(ids), np.float32)
-        self._logprobs.append(logprobs)
+        untrained = np.zeros(len(ids), np.float32)
+        self._logprobs.append(untrained if logprobs is None else logprobs)
         self.length += len(ids)
 
-    def _checked(self, what: str, ids: Sequence[int] | np.ndarray) -> np.ndarray:
+    def _checked(self, what: str, ids: Ids) -> np.ndarray:
         array = np.asarray(ids)
         if array.ndim != 1 or not array.size or array.dtype.kind not in "iu":
             raise ValueError(

@@ -7,6 +7,7 @@ is a passive engine in a thread of its own, a remote one a client
 """
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import Callable, Hashable, Mapping
 from typing import Protocol
@@ -35,13 +36,7 @@ class Teacher(Protocol):
         """Waits for the scores of some positions of a trajectory.
 
         A session asks for one turn at a time; its tokens only grow. Whatever this
-        raises is a failure of the trajectory.
-
-        Args:
-          session: Name of the trajectory, never used twice.
-          tokens: int32[N], all tokens of it so far.
-          positions: int32[M], M >= 1, ascending, behind those of the session's last
-            request.
+        raises is a failure of the trajectory. Arguments are those of `ScoreRequest`.
         """
 
     def release(self, session: Hashable) -> None:
@@ -57,7 +52,7 @@ MakeTeacher = Callable[
 ]
 
 
-class LocalTeacher:
+class LocalTeacher(EngineDriver):
     """A passive scoring engine and its thread, named "teacher"."""
 
     def __init__(
@@ -66,55 +61,31 @@ class LocalTeacher:
         loop: asyncio.AbstractEventLoop,
         on_error: Callable[[BaseException], None],
     ):
-        """Starts the thread; it calls `on_error` with what the engine died of."""
-        self._driver = EngineDriver(engine, loop, on_error, name="teacher")
+        super().__init__(engine, loop, on_error, name="teacher")
 
     async def logprobs(
         self, session: Hashable, tokens: np.ndarray, positions: np.ndarray
     ) -> Scored:
         """As `Teacher` says; ValueError where the engine refuses the request."""
-        return await self._driver.ask(ScoreRequest(session, tokens, positions))
-
-    def release(self, session: Hashable) -> None:
-        """Ends a session, in order with the requests before and after it."""
-        self._driver.release(session)
-
-    def close(self, timeout_secs: float) -> bool:
-        """Ends the thread after the running engine call; False if that takes longer."""
-        return self._driver.close(timeout_secs)
+        return await self.ask(ScoreRequest(session, tokens, positions))
 
 
+@dataclasses.dataclass(eq=False)
 class TurnScorer:
-    """The turns of one attempt on their way through a teacher, one after the other.
+    """A task: the turns of one attempt go through a teacher, one after the other.
 
     Attributes:
       turn: Number of the turn that is being scored, or comes next.
     """
 
-    def __init__(
-        self,
-        teacher: Teacher,
-        session: Hashable,
-        recorder: Recorder,
-        on_scored: Callable[[Turn, float], None],
-        on_failed: Callable[[], None],
-    ):
-        """Starts a task.
+    teacher: Teacher
+    session: Hashable  # the engine's name for the attempt
+    recorder: Recorder  # keeps the scores
+    on_scored: Callable[[Turn, float], None]  # a turn, monotonic seconds of its sending
+    on_failed: Callable[[], None]  # called where `raise_error` raises from now on
+    turn: int = 0
 
-        Args:
-          teacher: The teacher, which scores one turn at a time.
-          session: The engine's name for the attempt.
-          recorder: Keeps the scores.
-          on_scored: Called with every turn whose scores are in, and the monotonic
-            seconds when it was sent.
-          on_failed: Called where `raise_error` raises from now on.
-        """
-        self.turn = 0
-        self._teacher = teacher
-        self._session = session
-        self._recorder = recorder
-        self._on_scored = on_scored
-        self._on_failed = on_failed
+    def __post_init__(self):
         self._stopped = False
         # None ends it.
         self._turns: asyncio.Queue[tuple[Turn, np.ndarray] | None] = asyncio.Queue()
@@ -144,7 +115,7 @@ class TurnScorer:
         """Ends the task and the teacher's session; nothing more is told."""
         self._stopped = True
         self._task.cancel()
-        self._teacher.release(self._session)
+        self.teacher.release(self.session)
 
     async def _run(self) -> None:
         while (entry := await self._turns.get()) is not None:
@@ -152,22 +123,22 @@ class TurnScorer:
             start = time.monotonic()
             ids = turn.trajectory.ids
             try:
-                scored = await self._teacher.logprobs(self._session, ids, positions)
+                scored = await self.teacher.logprobs(self.session, ids, positions)
                 # A teacher may swallow its cancellation, and answer.
                 if self._stopped:
                     return
-                self._recorder.score(positions, scored)
+                self.recorder.score(positions, scored)
             except Exception as error:
                 reason = f"scoring of turn {turn.turn}: {one_line(error)}"
                 raise Stopped(StopReason.TEACHER_ERROR, reason) from error
             self.turn = turn.turn + 1
-            self._on_scored(turn, start)
+            self.on_scored(turn, start)
 
     def _ended(self, task: asyncio.Task) -> None:
         # Looked at in any case: asyncio reports exceptions that nobody retrieved.
         failed = not task.cancelled() and task.exception() is not None
         if failed and not self._stopped:
-            self._on_failed()
+            self.on_failed()
 
 
 def check_vocabulary(
