@@ -7,6 +7,7 @@ were published last. How weights get to the servers is the business of `publish`
 
 import asyncio
 import dataclasses
+import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -36,16 +37,12 @@ class Server:
     All but `health` and `models` want its development mode. All raise `ConnectionError`
     where it does not answer in time or not at all, and `ValueError` where it refuses or
     answers something else.
-
-    Attributes:
-      address: As http://localhost:8000.
-      timeout_secs: Deadline of a call.
     """
 
     def __init__(self, address: str, timeout_secs: float):
-        """Names a server; nothing is sent."""
+        """Sends nothing yet; the address is as http://localhost:8000."""
         self.address = address.rstrip("/")
-        self.timeout_secs = timeout_secs
+        self.timeout_secs = timeout_secs  # deadline of a call
 
     def __repr__(self) -> str:
         return f"Server({self.address!r})"
@@ -56,8 +53,9 @@ class Server:
 
     def models(self) -> wire.ServedModel:
         """What it serves."""
-        answer = self._call("GET", "/v1/models", timeout_secs=HEALTH_SECS)
-        return wire.read_model(answer)
+        return wire.read_model(
+            self._call("GET", "/v1/models", timeout_secs=HEALTH_SECS)
+        )
 
     def weight_version(self) -> str:
         """What `set_weight_version` was given last; "default" before."""
@@ -115,14 +113,9 @@ class Server:
         return wire.read_completion(answer, prompt, max_tokens, stop_ids)
 
     def score(self, prompt: np.ndarray, top_k: int = 0) -> np.ndarray:
-        """Scores a prompt, before temperature.
+        """Scores int[N] tokens before temperature: float32[N - 1], the first has none.
 
-        Args:
-          prompt: int[N], N >= 2, the tokens to score.
-          top_k: Number of likeliest ids that the server computes beside.
-
-        Returns:
-          float32[N - 1], of all but the first token.
+        The server computes the `top_k` likeliest ids beside.
         """
         body = wire.scoring_request(self.models().name, prompt, top_k)
         answer = self._call("POST", "/v1/completions", body)
@@ -130,13 +123,9 @@ class Server:
         return wire.read_scores(answer, prompt, positions)[0]
 
     def _call(
-        self,
-        method: str,
-        path: str,
-        body: Any = None,
-        *,
-        timeout_secs: float | None = None,
+        self, method: str, path: str, body: Any = None, timeout_secs: float = 0.0
     ) -> Any:
+        """JSON value of an answer; a deadline of 0 is the server's own."""
         try:
             with wire.client(timeout_secs or self.timeout_secs) as http:
                 response = http.request(method, self.address + path, json=body)
@@ -153,15 +142,15 @@ class Server:
 def check(
     servers: Sequence[Server], context_tokens: int, development: bool
 ) -> dict[Server, wire.ServedModel]:
-    """Asks every server what it serves.
+    """Asks every server what it serves; all have to be well.
 
     Args:
-      servers: The servers, all of which have to be well.
+      servers: The servers to ask.
       context_tokens: Longest sequence of a request, its answer included.
-      development: Whether its development mode is needed.
+      development: Whether the servers' development mode is needed.
 
     Raises:
-      ConfigError: One does not answer, or cannot do what is needed.
+      ConfigError: A server does not answer, or cannot do what is needed.
     """
     models = {}
     for server in servers:
@@ -186,14 +175,14 @@ def check(
 def _check_development(server: Server) -> None:
     try:
         server.weight_version()
-    except wire.RefusedRequest as error:
-        raise ConfigError(
-            f"{error}; expected the version of its weights. Start that server with "
-            "VLLM_SERVER_DEV_MODE=1 in its environment."
-        ) from error
     except (ConnectionError, ValueError) as error:
+        way_out = "Restart that server."
+        if isinstance(error, wire.RefusedRequest):
+            way_out = (
+                "Start that server with VLLM_SERVER_DEV_MODE=1 in its environment."
+            )
         raise ConfigError(
-            f"{error}; expected the version of its weights. Restart that server."
+            f"{error}; expected the version of its weights. {way_out}"
         ) from error
 
 
@@ -203,6 +192,8 @@ class VLLMEngine:
     Attributes:
       context_tokens: Longest sequence of a session.
       servers: The server of each address.
+      vocab_size: Number of ids of the model; others are refused.
+      publish: Brings parameters to servers.
     """
 
     def __init__(
@@ -231,8 +222,8 @@ class VLLMEngine:
         self.servers = [Server(a, timeout_secs) for a in settings.servers]
         self._models = check(self.servers, context_tokens, development=True)
         self._settings = settings
-        self._vocab_size = vocab_size
-        self._publish = publish
+        self.vocab_size = vocab_size
+        self.publish = publish
         self._on_line = on_line
         self._connected: Servers | None = None
 
@@ -253,7 +244,7 @@ class VLLMEngine:
             on_error=on_error,
             on_line=self._on_line,
         )
-        return VLLMConnection(self, self._connected, self._publish, self._vocab_size)
+        return VLLMConnection(self, self._connected)
 
 
 @dataclasses.dataclass(eq=False)
@@ -267,14 +258,10 @@ class _Session:
 class VLLMConnection:
     """A `Connection` to vLLM servers; `update` and `close` wait, nothing else."""
 
-    def __init__(
-        self, engine: VLLMEngine, servers: Servers, publish: Publish, vocab_size: int
-    ):
+    def __init__(self, engine: VLLMEngine, servers: Servers):
         """See `VLLMEngine.connect`."""
         self._engine = engine
         self._servers = servers
-        self._publish = publish
-        self._vocab_size = vocab_size
         self._policy_version: int | None = None
         self._sessions: dict[Hashable, _Session] = {}
 
@@ -288,24 +275,22 @@ class VLLMConnection:
         prompt = np.concatenate([session.ids, np.asarray(request.new_ids, np.int32)])
         version = self._policy_version
         self._check_request(request, prompt, version)
-        seed = wire.seed_number(request.seed)
         max_tokens, stop_ids = request.max_new_tokens, request.stop_ids
-
-        def body(model: str) -> dict[str, Any]:
-            return wire.completion_request(
-                model,
-                prompt,
-                max_tokens=max_tokens,
-                temperature=request.temperature,
-                seed=seed,
-                stop_ids=stop_ids,
-            )
-
-        def read(answer: Any) -> wire.Completion:
-            return wire.read_completion(
-                answer, prompt, max_tokens, stop_ids, self._vocab_size
-            )
-
+        body = functools.partial(
+            wire.completion_request,
+            prompt=prompt,
+            max_tokens=max_tokens,
+            temperature=request.temperature,
+            seed=wire.seed_number(request.seed),
+            stop_ids=stop_ids,
+        )
+        read = functools.partial(
+            wire.read_completion,
+            prompt=prompt,
+            max_tokens=max_tokens,
+            stop_ids=stop_ids,
+            vocab_size=self._engine.vocab_size,
+        )
         name = f"{request.session} turn {session.turns}"
         turn = await self._servers.ask(request.session, name, body, read)
         session.ids = np.concatenate([prompt, turn.ids])
@@ -318,18 +303,15 @@ class VLLMConnection:
         self._servers.release(session)
 
     def update(self, params: object, policy_version: int, limit_secs: float) -> None:
-        """Publishes; every call to a server has its own deadline in place of this.
+        """Publishes; every call to a server has a deadline in place of `limit_secs`.
 
         Raises:
           ServerError: No server is left.
         """
         by_address = {server.address: server for server in self._engine.servers}
-        members = {
-            by_address[member.address]: member
-            for member in self._servers.members
-            if member.out is None
-        }
-        published = self._publish(params, policy_version, tuple(members))
+        left = [member for member in self._servers.members if member.out is None]
+        members = {by_address[member.address]: member for member in left}
+        published = self._engine.publish(params, policy_version, tuple(members))
         for server, reason in published.lost.items():
             self._servers.take_out(members[server], reason)
         self._servers.check_left()

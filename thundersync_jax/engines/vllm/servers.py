@@ -26,24 +26,17 @@ Answer = TypeVar("Answer")
 
 @dataclasses.dataclass(eq=False)
 class Member:
-    """One of the servers.
+    """One of the servers."""
 
-    Attributes:
-      address: As http://localhost:8000.
-      model: The name of what it serves.
-      out: Why nobody asks it any more; None where it is asked.
-      sessions: How many are with it.
-      answered_secs: When the last answer came, on the event loop's clock.
-    """
-
-    address: str
-    model: str
-    out: str | None = None
-    sessions: int = 0
-    answered_secs: float = 0.0
+    address: str  # as http://localhost:8000
+    model: str  # name of what it serves
+    out: str | None = None  # why nobody asks it any more
+    sessions: int = 0  # how many are with it
+    answered_secs: float = 0.0  # of its last answer, on the event loop's clock
     look: asyncio.Task | None = None  # whether it is well, where somebody asks
 
 
+@dataclasses.dataclass(eq=False)
 class Servers:
     """Asks for the sessions of one event loop.
 
@@ -53,33 +46,20 @@ class Servers:
       retries: Tries so far that followed one that failed.
     """
 
-    def __init__(
-        self,
-        models: Mapping[str, str],
-        *,
-        timeout_secs: float,
-        attempts: int,
-        loop: asyncio.AbstractEventLoop,
-        on_error: Callable[[BaseException], None],
-        on_line: Callable[[str], None],
-    ):
-        """Prepares to ask, in a loop that does not run yet.
+    models: dataclasses.InitVar[Mapping[str, str]]  # name of the served one, by address
+    _: dataclasses.KW_ONLY
+    timeout_secs: float  # deadline of one try
+    attempts: int  # most tries of a request
+    # It does not run yet; its end, which cancels all tasks, closes connections.
+    loop: dataclasses.InitVar[asyncio.AbstractEventLoop]
+    # Called once where no server is left, with what became of each.
+    on_error: Callable[[BaseException], None]
+    on_line: Callable[[str], None]  # a line about every server that is taken out
 
-        Args:
-          models: Name of the served model, by the address of its server.
-          timeout_secs: Deadline of one try.
-          attempts: Most tries of a request.
-          loop: The event loop whose end, which cancels all tasks, closes connections.
-          on_error: Called once where no server is left, with what became of each.
-          on_line: Called with a line about every server that is taken out.
-        """
+    def __post_init__(self, models: Mapping[str, str], loop: asyncio.AbstractEventLoop):
         self.members = [Member(*pair) for pair in models.items()]
         self.weight_version: str | None = None
         self.retries = 0
-        self._timeout_secs = timeout_secs
-        self._attempts = attempts
-        self._on_error = on_error
-        self._on_line = on_line
         self._places: dict[Hashable, Member] = {}
         self._client = wire.async_client()
         self._closed = threading.Event()
@@ -92,15 +72,13 @@ class Servers:
         body: Callable[[str], dict[str, Any]],
         read: Callable[[Any], Answer],
     ) -> Answer:
-        """Waits for the answer to one request.
-
-        Where `weight_version` is set, answers count from servers of that version only.
+        """Waits for the answer to one request, from servers of `weight_version` only.
 
         Args:
-          session: Whose request it is.
-          name: Of the request, for logs; the number of the try is added.
-          body: Makes it, for a served model's name.
-          read: Reads the answer; WrongAnswer where it is none.
+          session: Session that the request belongs to.
+          name: Name of the request in logs; the number of the try is added.
+          body: Makes the request for a served model's name.
+          read: Reads an answer; WrongAnswer where it is none.
 
         Raises:
           ValueError: It was refused, or has failed as often as allowed.
@@ -108,7 +86,7 @@ class Servers:
         """
         tried: list[Member] = []
         reasons = []
-        for attempt in range(self._attempts):
+        for attempt in range(self.attempts):
             member = self._choose(session, tried)
             self.retries += attempt > 0
             label = re.sub(r"[^A-Za-z0-9]+", "-", f"{name} try {attempt}").strip("-")
@@ -131,9 +109,9 @@ class Servers:
         if member.out is None:
             member.out = reason
             left = sum(m.out is None for m in self.members)
-            self._on_line(f"{member.address} is taken out, {left} left: {reason}")
+            self.on_line(f"{member.address} is taken out, {left} left: {reason}")
             if not left:
-                self._on_error(self._none_left())
+                self.on_error(self._none_left())
 
     def close(self, timeout_secs: float) -> bool:
         """Waits for the connections' end, once the loop is ending."""
@@ -149,19 +127,20 @@ class Servers:
         clock = asyncio.get_running_loop().time
         version, start_secs = self.weight_version, clock()
         try:
-            async with asyncio.timeout(self._timeout_secs):
+            async with asyncio.timeout(self.timeout_secs):
                 url = f"{member.address}/v1/completions"
                 headers = {"X-Request-Id": label}
                 answer = await self._json("POST", url, json=body, headers=headers)
                 if version is not None:
                     await self._check_version(member, version)
-        except TimeoutError as error:  # an OSError too
-            reason = f"no answer within {self._timeout_secs:g} s (request_timeout_secs)"
-            await self._looked_after(member, reason, start_secs)
-            raise _Failed(reason) from error
         except OSError as error:
             reason = str(error)
-            await self._looked_after(member, reason, start_secs)
+            if isinstance(error, TimeoutError):
+                limit = f"{self.timeout_secs:g} s (request_timeout_secs)"
+                reason = f"no answer within {limit}"
+            task = self._look_after(member, reason, start_secs)
+            if task is not None:
+                await asyncio.shield(task)  # others may wait for the same
             raise _Failed(reason) from error
         except asyncio.CancelledError:
             # Nobody has the time to wait for it; the next one is to know.
@@ -190,14 +169,6 @@ class Servers:
         except wire.connection_errors() as error:
             raise ConnectionError(wire.describe(error)) from error
         return wire.read_json(response.status_code, response.text)
-
-    async def _looked_after(
-        self, member: Member, reason: str, start_secs: float
-    ) -> None:
-        task = self._look_after(member, reason, start_secs)
-        if task is not None:
-            # Others may wait for the same.
-            await asyncio.shield(task)
 
     def _look_after(
         self, member: Member, reason: str, start_secs: float

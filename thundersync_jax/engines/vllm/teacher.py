@@ -8,6 +8,7 @@ Numbers are normalised over all rows of the served model, its padding included.
 
 import asyncio
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -23,7 +24,9 @@ class VLLMTeacher:
     """What a remote teacher is asked for; `connect` puts it into an event loop.
 
     Attributes:
-      tokens_run: Tokens that were sent to be scored so far.
+      tokens_run: Number of tokens that were sent to be scored so far.
+      top_k: Number of likeliest ids of a position; 0: the token's own score.
+      width: Number of ids that policy and teacher share.
     """
 
     def __init__(
@@ -45,9 +48,8 @@ class VLLMTeacher:
           addresses: Addresses of the servers, each as http://localhost:8000.
           kind: Scores of a position: the log-probability of the token itself, or the
             `top_k` likeliest ids with theirs.
-          top_k: K of kind "top_k", below `width`.
-          width: Number of ids that policy and teacher share; likeliest ids are looked
-            for among them.
+          top_k: Number of likeliest ids of kind "top_k", below `width`.
+          width: Number of ids that policy and teacher share, padding left out.
           temperature: Temperature of the rollout.
           context_tokens: Longest sequence of a session.
           timeout_secs: Deadline of one try.
@@ -59,8 +61,8 @@ class VLLMTeacher:
         """
         _check(kind, top_k, width, temperature)
         self.tokens_run = 0
-        self._top_k = top_k if kind == "top_k" else 0
-        self._width = width
+        self.top_k = top_k if kind == "top_k" else 0
+        self.width = width
         self._timeout_secs = timeout_secs
         self._attempts = attempts
         self._on_line = on_line
@@ -83,27 +85,25 @@ class VLLMTeacher:
             on_error=on_error,
             on_line=self._on_line,
         )
-        return VLLMTeacherConnection(self, servers, self._top_k, self._width)
+        return VLLMTeacherConnection(self, servers)
 
     def _check_server(self, server: Server) -> None:
         try:
-            server.score(np.zeros(2, np.int32), self._top_k)
+            server.score(np.zeros(2, np.int32), self.top_k)
         except (ConnectionError, ValueError) as error:
             raise ConfigError(
                 f"{error}; expected the scores of a prompt. Start that server with "
-                f"--max-logprobs {self._top_k or 1} or more."
+                f"--max-logprobs {self.top_k or 1} or more."
             ) from error
 
 
 class VLLMTeacherConnection:
     """A `Teacher` for one event loop."""
 
-    def __init__(self, teacher: VLLMTeacher, servers: Servers, top_k: int, width: int):
+    def __init__(self, teacher: VLLMTeacher, servers: Servers):
         """See `VLLMTeacher.connect`."""
         self._teacher = teacher
         self._servers = servers
-        self._top_k = top_k
-        self._width = width
 
     async def logprobs(
         self, session: Hashable, tokens: np.ndarray, positions: np.ndarray
@@ -114,19 +114,16 @@ class VLLMTeacherConnection:
           ValueError: A token is none of the teacher's, or every try failed.
         """
         tokens, positions = np.asarray(tokens, np.int32), np.asarray(positions)
-        outside = tokens[(tokens < 0) | (tokens >= self._width)]
+        outside = tokens[(tokens < 0) | (tokens >= self._teacher.width)]
         if len(outside):
             raise ValueError(
                 f"session {session!r} has token {outside[0]}; policy and teacher share "
-                f"ids 0 .. {self._width - 1}"
+                f"ids 0 .. {self._teacher.width - 1}"
             )
 
-        def body(model: str) -> dict[str, Any]:
-            return wire.scoring_request(model, tokens, self._top_k)
-
-        def read(answer: Any) -> Scored:
-            return self._read(answer, tokens, positions)
-
+        top_k = self._teacher.top_k
+        body = partial(wire.scoring_request, prompt=tokens, top_k=top_k)
+        read = partial(self._read, tokens=tokens, positions=positions)
         name = f"{session} scoring to {len(tokens)}"
         scored = await self._servers.ask(session, name, body, read)
         self._teacher.tokens_run += len(tokens)
@@ -142,10 +139,10 @@ class VLLMTeacherConnection:
 
     def _read(self, answer: Any, tokens: np.ndarray, positions: np.ndarray) -> Scored:
         logprobs, tables = wire.read_scores(answer, tokens, positions)
-        if not self._top_k:
+        if not self._teacher.top_k:
             return Scored(logprobs[:, None], None)
-        best = [wire.best_ids(table, self._top_k, self._width) for table in tables]
-        best = np.asarray(best)
+        top_k, width = self._teacher.top_k, self._teacher.width
+        best = np.asarray([wire.best_ids(table, top_k, width) for table in tables])
         return Scored(best[..., 1].astype(np.float32), best[..., 0].astype(np.int32))
 
 
