@@ -23,12 +23,10 @@ BYTES = 256
 PAD, USER, ASSISTANT, TOOL, CALL, END = range(BYTES, BYTES + 6)
 VOCAB_SIZE = 264
 MARKS = {
-    PAD: "<pad>",
-    USER: "<user>",
-    ASSISTANT: "<assistant>",
-    TOOL: "<tool>",
-    CALL: "<call>",
-    END: "<end>",
+    token: f"<{name}>"
+    for token, name in enumerate(
+        ["pad", "user", "assistant", "tool", "call", "end"], PAD
+    )
 }
 
 
@@ -46,7 +44,17 @@ def decode(ids: Iterable[int]) -> str:
       ValueError: A negative id. Ids beyond the vocabulary, which a model with more
         rows may sample, are shown by number.
     """
-    return _as_bytes(ids).decode("utf-8", errors="replace")
+    parts = bytearray()
+    for token in np.asarray(ids, np.int64).tolist():
+        if token < 0:
+            raise ValueError(
+                f"token {token} is no id; expected 0 or more. Check what produced it."
+            )
+        if token < BYTES:
+            parts.append(token)
+        else:
+            parts += MARKS.get(token, f"<{token}>").encode()
+    return parts.decode("utf-8", errors="replace")
 
 
 def vocabulary() -> dict[str, int]:
@@ -96,27 +104,10 @@ def tokenizer_config() -> dict[str, Any]:
 
 
 def _byte_letters() -> str:
-    """The letters by which that library writes bytes.
-
-    Those of Latin-1 that can be seen stand for themselves, the others for U+0100 on.
-    """
+    """Letters of bytes in that library: visible Latin-1, U+0100 on for the others."""
     seen = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return "".join(chr(b if b in seen else next(others)) for b in range(BYTES))
-
-
-def _as_bytes(ids: Iterable[int]) -> bytes:
-    parts = bytearray()
-    for token in np.asarray(ids, np.int64).tolist():
-        if token < 0:
-            raise ValueError(
-                f"token {token} is no id; expected 0 or more. Check what produced it."
-            )
-        if token < BYTES:
-            parts.append(token)
-        else:
-            parts += MARKS.get(token, f"<{token}>").encode()
-    return bytes(parts)
 
 
 def render_prompt(text: str) -> np.ndarray:
@@ -148,11 +139,7 @@ def render_action(action: Action) -> np.ndarray:
 def parse_action(
     ids: Sequence[int] | np.ndarray, stop_ids: Sequence[int] = (END,)
 ) -> Action:
-    """Reads one sampled turn.
-
-    Args:
-      ids: int[N], the turn's tokens up to and with its end token.
-      stop_ids: The end tokens, any of which ends a turn.
+    """Reads one sampled turn, int[N] up to and with its end token, any of `stop_ids`.
 
     Returns:
       The action with its ids: a "call" where `<call>` is the first token, an "answer"

@@ -16,6 +16,7 @@ can forge a role; that is the one difference from `transformers`.
 
 import dataclasses
 import functools
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -65,25 +66,21 @@ def open_chat(
             f"chat.format is 'template', but {folder or 'model.path none'} has no chat "
             "template. Put a chat_template.jinja there or set chat.format to 'bytes'."
         )
-    if format == "template" or (format == "auto" and template):
+    if format != "bytes" and template:
         return TemplateChat(folder, tools, system, thinking)
-    if (
-        format == "auto"
-        and folder is not None
-        and not tokenizer_files.speaks_bytes(Path(folder))
-    ):
+    bare = format == "auto" and folder is not None
+    if bare and not tokenizer_files.speaks_bytes(Path(folder)):
         raise ConfigError(
             f"{folder} has a tokenizer and no chat template; expected both, or neither "
             "for byte-level tokens. Put a chat_template.jinja there, or set "
             "chat.format to 'bytes' to train it on bytes."
         )
     if thinking != "default":
-        bare = format == "auto" and folder is not None
         reason = f", as {folder} has no chat template" if bare else ""
+        other = ", or put the model's tokenizer and template there" if bare else ""
         raise ConfigError(
             f"chat.thinking is {thinking!r} with byte-level tokens{reason}; only "
-            "templates know it. Set chat.thinking to 'default'"
-            + (", or put the model's tokenizer and template there." if bare else ".")
+            f"templates know it. Set chat.thinking to 'default'{other}."
         )
     return ByteLevel()
 
@@ -104,11 +101,10 @@ class TemplateChat:
         system: str | None = None,
         thinking: Thinking = "default",
     ):
-        """Reads the folder and tries the template once.
+        """Reads the folder and tries the template once; arguments as of `open_chat`.
 
         Raises:
-          ConfigError: Something is missing, or the template cannot hold the
-            conversation; one line says which and what to do.
+          ConfigError: Something is missing, or the template cannot hold a conversation.
         """
         self._folder = Path(folder)
         self._tokenizer = tokenizer_files.load_tokenizer(self._folder)
@@ -166,17 +162,16 @@ class TemplateChat:
         return self._encode(self._foreign(text) + self._end)
 
     def parse(self, ids: np.ndarray, stop_ids: Sequence[int]) -> Action:
-        """Reads one sampled turn.
+        """Reads one sampled turn into an action with its ids.
 
-        Returns:
-          The action with its ids; thinking is left out of an answer's text. Without
-          its end token, or with marks inside, it is "malformed" without a `problem`,
-          for the environment to judge.
+        Thinking is left out of an answer's text. Without its end token, or with marks
+        inside, it is "malformed" without a `problem`, for the environment to judge.
         """
         ids = np.asarray(ids, np.int32)
         sampled, body = tuple(ids.tolist()), ids[:-1]
-        opened = self._style == "json" and len(body) > 0
-        inside = body[1:] if opened and body[0] == self._python_tag else body
+        tag = self._marks.get(tool_calls.PYTHON_TAG)
+        opened = self._style == "json" and len(body) > 0 and body[0] == tag
+        inside = body[1:] if opened else body
         if not len(ids) or ids[-1] not in stop_ids or np.any(self.special(inside)):
             return Action("malformed", self.decode(ids), sampled)
         action = tool_calls.read(self.decode(body), self._style, self._tools)
@@ -188,19 +183,19 @@ class TemplateChat:
         Raises:
           ValueError: A negative id.
         """
-        parts, known = [], []
-        for token in np.asarray(ids, np.int64).tolist():
-            if token < 0:
-                raise ValueError(
-                    f"token {token} is no id; expected 0 or more. Check what produced "
-                    "it."
-                )
-            if self._tokenizer.id_to_token(token):
-                known.append(token)
-                continue
-            parts += [self._text(known), f"<{token}>"]
-            known = []
-        return "".join([*parts, self._text(known)])
+        ids = np.asarray(ids, np.int64).tolist()
+        bad = next((token for token in ids if token < 0), None)
+        if bad is not None:
+            raise ValueError(
+                f"token {bad} is no id; expected 0 or more. Check what produced it."
+            )
+        parts = []
+        for known, run in itertools.groupby(ids, self._known):
+            if known:
+                parts.append(self._tokenizer.decode([*run], skip_special_tokens=False))
+            else:
+                parts += [f"<{token}>" for token in run]
+        return "".join(parts)
 
     def special(self, ids: np.ndarray) -> np.ndarray:
         ids = np.asarray(ids)
@@ -209,12 +204,8 @@ class TemplateChat:
     def vocabulary(self) -> dict[str, int]:
         return self._tokenizer.get_vocab(with_added_tokens=True)
 
-    @property
-    def _python_tag(self) -> int | None:
-        return self._marks.get(tool_calls.PYTHON_TAG)
-
-    def _text(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=False)
+    def _known(self, token: int) -> bool:
+        return bool(self._tokenizer.id_to_token(token))
 
     def _user(self, text: str) -> list[dict[str, str]]:
         return [*self._first, {"role": "user", "content": text}]
@@ -226,11 +217,9 @@ class TemplateChat:
 
     def _after_action(self, role: str, text: str) -> str:
         """What stands behind an assistant's turn that a message of the role answers."""
-        turns = [
-            {"role": "assistant", "content": _STAND_IN},
-            {"role": role, "content": text},
-        ]
-        return self._render([*self._user("?"), *turns]).partition(_STAND_IN)[2]
+        action = {"role": "assistant", "content": _STAND_IN}
+        messages = [*self._user("?"), action, {"role": role, "content": text}]
+        return self._render(messages).partition(_STAND_IN)[2]
 
     def _tool_role(self) -> str:
         """The role of a tool's answer: its own, or the user's where there is none."""
@@ -258,9 +247,8 @@ class TemplateChat:
         generation = tokenizer_files.read_json(self._folder / "generation_config.json")
         end = generation.get("eos_token_id")
         if end is None:
-            name = tokenizer_files.special_tokens(self._folder).get(
-                "eos_token", self._end
-            )
+            tokens = tokenizer_files.special_tokens(self._folder)
+            name = tokens.get("eos_token", self._end)
             end = self._tokenizer.token_to_id(name)
             if end is None:
                 raise ConfigError(
@@ -269,8 +257,7 @@ class TemplateChat:
                 )
         ids = end if isinstance(end, list) else [end]
         for token in ids:
-            known = type(token) is int and 0 <= token < self.vocab_size
-            if not known:
+            if type(token) is not int or not 0 <= token < self.vocab_size:
                 raise ConfigError(
                     f"the end token {token!r} of {self._folder} is no id, expected 0 "
                     f"to {self.vocab_size - 1}. Correct eos_token_id in "

@@ -81,10 +81,9 @@ def load_tokenizer(folder: Path) -> Any:
             f"{folder} has a chat template and no {TOKENIZER_FILE}; expected both. "
             "Save the tokenizer as the `tokenizers` library does."
         )
+    tokenizers = installed("tokenizers", _USER, "hf")
     try:
-        loaded = installed("tokenizers", _USER, "hf").Tokenizer.from_file(str(file))
-    except ConfigError:
-        raise
+        loaded = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises nothing more special
         raise ConfigError(f"{file} is no tokenizer ({error}); restore it.") from error
     loaded.no_truncation()
@@ -105,9 +104,8 @@ def compiled(source: str, folder: Path) -> Callable[..., str]:
         lstrip_blocks=True,
         extensions=["jinja2.ext.loopcontrols", _generation_blocks(ext)],
     )
-    now = datetime.datetime.now()
     environment.filters["tojson"] = _to_json
-    environment.globals["strftime_now"] = now.strftime
+    environment.globals["strftime_now"] = datetime.datetime.now().strftime
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)

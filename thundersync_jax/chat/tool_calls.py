@@ -59,8 +59,7 @@ def read(text: str, style: Style | None, tools: Sequence[Mapping[str, Any]]) -> 
     speech = text.rpartition(_THOUGHT)[2].partition(_THINK)[0].strip()
     find = {None: lambda speech: None, "tags": _in_tags, "json": _whole_turn}[style]
     try:
-        call = find(speech)
-        if call is None:
+        if (call := find(speech)) is None:
             return Action("answer", speech)
         name, arguments = _checked(call, style, tools)
     except _MalformedError as problem:
@@ -70,11 +69,10 @@ def read(text: str, style: Style | None, tools: Sequence[Mapping[str, Any]]) -> 
 
 def write(name: str, arguments: Mapping[str, Any], style: Style) -> str:
     """Returns the call as a policy would sample it."""
+    key = "arguments" if style == "tags" else "parameters"
     shown = json.dumps(dict(arguments), ensure_ascii=False)
-    if style == "tags":
-        call = f'{{"name": {json.dumps(name)}, "arguments": {shown}}}'
-        return f"{_OPEN}\n{call}\n{_CLOSE}"
-    return f'{{"name": {json.dumps(name)}, "parameters": {shown}}}'
+    call = f'{{"name": {json.dumps(name)}, "{key}": {shown}}}'
+    return f"{_OPEN}\n{call}\n{_CLOSE}" if style == "tags" else call
 
 
 def named(action: Action, tools: Sequence[Mapping[str, Any]]) -> Action:

@@ -20,6 +20,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+# Called with what an engine died of.
+OnError = Callable[[BaseException], None]
 # The thread may die with a call still in its inbox: look now and then.
 _LIVENESS_SECS = 0.25
 
@@ -159,19 +161,12 @@ class RemoteEngine(Protocol):
 
     context_tokens: int  # the longest sequence a session may hold
 
-    def connect(
-        self, loop: asyncio.AbstractEventLoop, on_error: Callable[[BaseException], None]
-    ) -> Connection:
-        """A connection for an event loop that does not run yet.
-
-        `on_error` is told of what leaves nobody to ask.
-        """
+    def connect(self, loop: asyncio.AbstractEventLoop, on_error: OnError) -> Connection:
+        """For a loop that does not run yet; `on_error` gets what ends them all."""
 
 
 def connect(
-    engine: Engine | RemoteEngine,
-    loop: asyncio.AbstractEventLoop,
-    on_error: Callable[[BaseException], None],
+    engine: Engine | RemoteEngine, loop: asyncio.AbstractEventLoop, on_error: OnError
 ) -> Connection:
     """The connection of a remote engine, or a driver for a passive one."""
     if hasattr(engine, "connect"):
@@ -190,13 +185,10 @@ class EngineDriver:
         self,
         engine: PassiveEngine,
         loop: asyncio.AbstractEventLoop,
-        on_error: Callable[[BaseException], None],
+        on_error: OnError,
         name: str = "engine",
     ):
-        """Starts a thread of that name.
-
-        `on_error` is told, in it, what the engine died of.
-        """
+        """Starts a thread of that name; it tells `on_error` what the engine died of."""
         self._engine = engine
         self._loop = loop
         self._on_error = on_error
@@ -205,10 +197,6 @@ class EngineDriver:
         self._inbox: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, daemon=True, name=name)
         self._thread.start()
-
-    async def sample(self, request: Request) -> Response:
-        """As `Connection` says."""
-        return await self.ask(request)
 
     async def ask(self, request: Any) -> Any:
         """Waits for the answer to a request. A session has one at a time.
@@ -226,6 +214,8 @@ class EngineDriver:
         finally:
             # From here on an answer for this session is late and finds nobody.
             del self._waiting[session]
+
+    sample = ask  # as `Connection` says
 
     def release(self, session: Hashable) -> None:
         """Ends a session, in order with the requests before and after it."""

@@ -6,6 +6,7 @@ belong to the rollout pool.
 """
 
 import asyncio
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -26,7 +27,7 @@ def draw(latency: LatencyConfig, attempt: Sequence[int], *call: int) -> float:
       latency: The distribution.
       attempt: Non-negative integers that name the attempt, its member last; a
         straggler is member 0.
-      call: Further ones that name the call; equal names give equal waits.
+      call: Non-negative integers that name the call; equal names give equal waits.
     """
     if latency.kind == "none":
         return 0.0
@@ -38,37 +39,30 @@ def draw(latency: LatencyConfig, attempt: Sequence[int], *call: int) -> float:
     return float(latency.median_secs * math.exp(latency.sigma * normal))
 
 
+@dataclasses.dataclass
 class WithLatency:
     """An environment that waits before it answers a tool call or gives its verdict.
 
     A tool call is an action that does not end the attempt, whatever its kind.
     """
 
-    def __init__(
-        self,
-        environment: Environment,
-        tool: LatencyConfig,
-        verify: LatencyConfig,
-        seed: tuple[int, ...],
-    ):
-        """Wraps `environment`; `seed` names the attempt (run, step, group, member)."""
-        self._environment = environment
-        self._tool = tool
-        self._verify = verify
-        self._seed = tuple(seed)
-        self._calls = 0
+    environment: Environment
+    tool: LatencyConfig
+    latency: LatencyConfig  # of the verdict
+    seed: tuple[int, ...]  # names the attempt: run, step, group, member
+    calls: int = 0
 
     async def start(self, task: Any) -> str:
-        return await self._environment.start(task)
+        return await self.environment.start(task)
 
     async def step(self, action: Action) -> Observation:
-        observation = await self._environment.step(action)
+        observation = await self.environment.step(action)
         if not observation.done:
-            wait_secs = draw(self._tool, self._seed, self._calls, _TOOL)
-            self._calls += 1
+            wait_secs = draw(self.tool, self.seed, self.calls, _TOOL)
+            self.calls += 1
             await asyncio.sleep(wait_secs)
         return observation
 
     async def verify(self) -> float:
-        await asyncio.sleep(draw(self._verify, self._seed, 0, _VERIFY))
-        return await self._environment.verify()
+        await asyncio.sleep(draw(self.latency, self.seed, 0, _VERIFY))
+        return await self.environment.verify()

@@ -80,18 +80,12 @@ class ReasoningOptions:
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """One task.
+    """One task."""
 
-    Attributes:
-      task: The library's name of the data set it comes from.
-      prompt: What the policy reads.
-      expression: What the calculator takes to solve it.
-      entry: The library's record, the right answer included; for its scorer only.
-    """
-
-    task: str
-    prompt: str
-    expression: str
+    task: str  # the library's name of the data set it comes from
+    prompt: str  # what the policy reads
+    expression: str  # what the calculator takes to solve it
+    # The library's record, the right answer included; for its scorer only.
     entry: dict[str, Any] = dataclasses.field(hash=False, repr=False)
 
 
@@ -167,13 +161,11 @@ def _dataset(options: ReasoningOptions, name: str) -> Any:
     (few, many), (short, long) = options.terms, options.digits
     if name == "gcd":
         values = {"min_value": 10 ** (short - 1), "max_value": 10**long - 1}
-        return reasoning_gym.create_dataset(
-            name, seed=0, min_numbers=few, max_numbers=many, **values
-        )
-    bounds = {"min_digits": short, "max_digits": long}
-    return reasoning_gym.create_dataset(
-        name, seed=0, min_terms=few, max_terms=many, **bounds
-    )
+        sizes = {"min_numbers": few, "max_numbers": many} | values
+    else:
+        digits = {"min_digits": short, "max_digits": long}
+        sizes = {"min_terms": few, "max_terms": many} | digits
+    return reasoning_gym.create_dataset(name, seed=0, **sizes)
 
 
 def _draw(

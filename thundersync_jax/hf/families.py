@@ -74,7 +74,7 @@ def config_json(
     Args:
       config: Shape of the model.
       dtype: Dtype of the stored weights, as "bfloat16".
-      source: A config.json that decides everything else, such as end tokens.
+      source: Content of a config.json that decides all else, such as end tokens.
 
     Raises:
       ConfigError: No published family has such a model.
@@ -137,14 +137,14 @@ def tensors(config: ModelConfig) -> list[Tensor]:
     first = [_whole(EMBEDDING, "embed", vocabulary)]
     layers = [
         Tensor(
-            f"model.layers.{index}.{name}",
+            f"model.layers.{i}.{name}",
             ("layers", leaf),
-            index,
+            i,
             _together(leaf, apart),
             apart,
             axes,
         )
-        for index in range(config.layers)
+        for i in range(config.layers)
         for leaf, (name, apart, axes) in layer.items()
     ]
     last = [_whole("model.norm.weight", "final_norm", (d,))]

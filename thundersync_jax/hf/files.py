@@ -57,22 +57,21 @@ def tensor_files(folder: Path) -> list[Path]:
     Raises:
       ConfigError: There are none, or both, which programs read differently.
     """
-    one, index = folder / ONE_FILE, folder / INDEX_FILE
+    single, index = folder / ONE_FILE, folder / INDEX_FILE
     require(
-        not (one.exists() and index.exists()),
+        not (single.exists() and index.exists()),
         f"{folder} holds {ONE_FILE} and {INDEX_FILE}",
         "one of them: some programs read the first and some the second",
         "Delete what is older.",
     )
-    if not index.exists():
-        require(
-            one.exists(),
-            f"{folder} holds no {ONE_FILE} and no {INDEX_FILE}",
-            "weights as safetensors",
-            "Download the folder, or save the model from transformers.",
-        )
-        return [one]
-    return [folder / name for name in indexed(index)]
+    require(
+        single.exists() or index.exists(),
+        f"{folder} holds no {ONE_FILE} and no {INDEX_FILE}",
+        "weights as safetensors",
+        "Download the folder, or save the model from transformers.",
+    )
+    names = indexed(index) if index.exists() else [ONE_FILE]
+    return [folder / name for name in names]
 
 
 def indexed(index: Path) -> list[str]:
@@ -165,18 +164,11 @@ def equal(a: Stored, b: Stored) -> bool:
 
 
 def write(
-    path: Path,
-    pieces: Sequence[Piece],
-    dtype: np.dtype,
-    metadata: Mapping[str, str],
+    path: Path, pieces: Sequence[Piece], dtype: np.dtype, metadata: Mapping[str, str]
 ) -> None:
     """Writes one file, tensor after tensor; it is there once it is whole.
 
-    Args:
-      path: The file to write or replace.
-      pieces: Tensors in the order of the file.
-      dtype: Dtype of every tensor.
-      metadata: Texts that the header carries, by name.
+    All tensors are stored as `dtype`; the header carries the texts of `metadata`.
     """
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     offset = 0

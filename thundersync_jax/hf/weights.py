@@ -22,8 +22,8 @@ from thundersync_jax.hf import families, files
 from thundersync_jax.models import layers, transformer
 
 Params = Any  # the tree of `transformer.init`
-GENERATION_FILE = "generation_config.json"
-TOKENIZER_FILES = (
+_GENERATION_FILE = "generation_config.json"
+_TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -52,11 +52,11 @@ def check(folder: str | os.PathLike, config: ModelConfig) -> None:
 
 
 def load(folder: str | os.PathLike, config: ModelConfig, shardings: Any) -> Params:
-    """The parameters of a folder, laid out over devices.
+    """The parameters of a Hugging Face folder, laid out over devices.
 
     Args:
-      folder: A Hugging Face folder.
-      config: Its model.
+      folder: The folder to read.
+      config: Model of the folder.
       shardings: The tree of `transformer.init` with a sharding for each array.
 
     Returns:
@@ -74,13 +74,13 @@ def load(folder: str | os.PathLike, config: ModelConfig, shardings: Any) -> Para
             "the same numbers",
             "Set tie_word_embeddings to false if the head is its own.",
         )
+    dtype = np.dtype(layers.wide(transformer.compute_dtype(config)))
     leaves: dict[tuple[str, ...], list[families.Tensor]] = {}
     for tensor in families.tensors(config):
         leaves.setdefault(tensor.leaf, []).append(tensor)
 
     def leaf(path, sharding):
-        tensors = leaves[tuple(key.key for key in path)]
-        return _leaf(tensors, stored, _parameter_dtype(config), sharding)
+        return _leaf(leaves[tuple(key.key for key in path)], stored, dtype, sharding)
 
     return jax.tree.map_with_path(leaf, shardings)
 
@@ -125,15 +125,14 @@ def save(
     folder.mkdir(parents=True, exist_ok=True)
     write_tensors(folder, config, params, dtype, metadata, most_shard_bytes)
     if source is not None and source.resolve() != folder.resolve():
-        for name in (*TOKENIZER_FILES, GENERATION_FILE):
+        for name in (*_TOKENIZER_FILES, _GENERATION_FILE):
             if (source / name).is_file():
                 with replacing(folder / name) as file:
                     file.write((source / name).read_bytes())
-    if generation is not None or source is None:
-        default = {"_from_model_config": True}
-        replace_json(
-            folder / GENERATION_FILE, default if generation is None else generation
-        )
+    if generation is None and source is None:
+        generation = {"_from_model_config": True}
+    if generation is not None:
+        replace_json(folder / _GENERATION_FILE, generation)
     replace_json(folder / model_folder.CONFIG_FILE, described)
 
 
@@ -148,7 +147,7 @@ def write_tensors(
     """Replaces the weights of a folder, its safetensors files alone.
 
     Whoever reads meanwhile, or after this was killed, finds all of the old weights or
-    all of the new: one file takes the place of the old one, or files under new names
+    all of the new: a new file takes the place of the old one, or files under new names
     become the model's with their index. The host holds two copies of one tensor at
     most. Arguments and errors are those of `save`.
     """
@@ -182,28 +181,23 @@ def write_tensors(
 def _checked(folder: Path, config: ModelConfig) -> dict[str, files.Stored]:
     stored = files.stored(folder)
     expected = {tensor.name: tensor.shape for tensor in families.tensors(config)}
-    missing = [name for name in expected if name not in stored]
-    require(
-        not missing,
-        f"{folder} has no tensor {_few(missing)}",
-        f"shape {list(expected[missing[0]]) if missing else ''}: config.json tells of "
-        f"{config.layers} layers",
-        "Download or save the folder again.",
-    )
+    if missing := [name for name in expected if name not in stored]:
+        raise ConfigError(
+            f"{folder} has no tensor {_few(missing)}, expected shape "
+            f"{list(expected[missing[0]])}: config.json tells of {config.layers} "
+            "layers. Download or save the folder again."
+        )
     if config.tied_embeddings:
         expected[families.HEAD] = expected[families.EMBEDDING]
-    extra = [
-        name
-        for name in stored
-        if name not in expected and not name.endswith(families.IGNORED_END)
-    ]
-    require(
-        not extra,
-        f"{folder} has a tensor {_few(extra)} of shape "
-        f"{list(stored[extra[0]].shape) if extra else ''}",
-        "none of this name: the model of config.json does not use it",
-        "Name the folder of a dense Qwen 2, 2.5 or 3 or Llama 3 model.",
-    )
+    ignored = families.IGNORED_END
+    extra = [n for n in stored if n not in expected and not n.endswith(ignored)]
+    if extra:
+        raise ConfigError(
+            f"{folder} has a tensor {_few(extra)} of shape "
+            f"{list(stored[extra[0]].shape)}, expected none of this name: the model of "
+            "config.json does not use it. Name the folder of a dense Qwen 2, 2.5 or 3 "
+            "or Llama 3 model."
+        )
     for name, shape in expected.items():
         if name not in stored:  # the head of tied embeddings
             continue
@@ -228,10 +222,6 @@ def _few(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + rest
 
 
-def _parameter_dtype(config: ModelConfig) -> np.dtype:
-    return np.dtype(layers.wide(transformer.compute_dtype(config)))
-
-
 def _leaf(
     tensors: Sequence[families.Tensor],
     stored: Mapping[str, files.Stored],
@@ -239,9 +229,8 @@ def _leaf(
     sharding: jax.sharding.Sharding,
 ) -> jax.Array:
     """One parameter, read per part and put on the devices that hold the part."""
-    first = tensors[0]
-    shape = first.parameter_shape
-    stacked = first.layer is not None
+    shape = tensors[0].parameter_shape
+    stacked = tensors[0].layer is not None
     if stacked:
         shape = len(tensors), *shape
 
@@ -249,8 +238,8 @@ def _leaf(
         sizes = zip(index, shape, strict=True)
         out = np.empty([len(range(n)[s]) for s, n in sizes], dtype)
         chosen = tensors[index[0]] if stacked else tensors
+        part = index[1:] if stacked else index
         for tensor, place in zip(chosen, out if stacked else [out], strict=True):
-            part = index[1:] if stacked else index
             source = stored[tensor.name]
             files.copy_part(source, tensor.apart, tensor.axes, part, place)
         return out
@@ -317,15 +306,14 @@ def _file_names(folder: Path, count: int) -> list[str]:
     """Of the next weights; those that an index names now are kept until it changes."""
     if count == 1:
         return [files.ONE_FILE]
-    current = set()
-    if (folder / files.INDEX_FILE).exists():
-        current = set(files.indexed(folder / files.INDEX_FILE))
+    index = folder / files.INDEX_FILE
+    current = set(files.indexed(index)) if index.exists() else set()
     for mark in _GENERATIONS:
         numbers = range(1, count + 1)
         names = [f"model-{i:05}-of-{count:05}{mark}.safetensors" for i in numbers]
         if current.isdisjoint(names):
             return names
     raise ConfigError(
-        f"{folder / files.INDEX_FILE} names files of two savings, expected one. "
-        "Delete it and the safetensors files."
+        f"{index} names files of two savings, expected one. Delete it and the "
+        "safetensors files."
     )

@@ -14,15 +14,15 @@ import dataclasses
 import itertools
 import numbers
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import numpy as np
 
 from thundersync_jax.chat.base import Chat
 from thundersync_jax.chat.byte_level import ByteLevel
 from thundersync_jax.config import RolloutConfig
-from thundersync_jax.engines.base import Request, Response
+from thundersync_jax.engines.base import Connection, Request
 from thundersync_jax.envs.base import Action, Environment, Observation
 from thundersync_jax.errors import one_line
 from thundersync_jax.rollout.commands import Commands, Stopped
@@ -44,16 +44,6 @@ _SESSIONS = itertools.count()
 _BYTE_LEVEL = ByteLevel()
 
 
-class Sampler(Protocol):
-    """What an agent needs of whoever drives the engine."""
-
-    async def sample(self, request: Request) -> Response:
-        """Waits for one turn; ValueError where it is refused."""
-
-    def release(self, session: Hashable) -> None:
-        """Ends the session."""
-
-
 @dataclasses.dataclass(eq=False)
 class Agent:
     """One attempt of one member; its environment is made by `act`.
@@ -69,16 +59,12 @@ class Agent:
     key: TrajectoryKey  # of the trajectory, the attempt included
     task: Any  # the environment's task
     make_environment: Callable[[TrajectoryKey], Environment]  # a fresh one for the key
-    sampler: Sampler  # the connection to the engine
+    sampler: Connection  # to the engine
     commands: Commands  # runs the environment's commands under their deadlines
-    limits: (
-        RolloutConfig  # tokens, turns, deadlines; where `stop_ids` is None: `chat`'s
-    )
+    limits: RolloutConfig  # tokens, turns and deadlines
     seed: int  # first word of every sampling seed of the run
     policy_version: int  # version that has to sample every action
-    on_span: Callable[[Span], None] | None = (
-        None  # every decode, tool, score, verify bar
-    )
+    on_span: Callable[[Span], None] | None = None  # decode, tool, score and verify bars
     teacher: Teacher | None = None  # scores the actions; None where none does
     on_turn: Callable[[Turn], None] | None = None  # every turn that it has scored
     chat: Chat = _BYTE_LEVEL
@@ -93,6 +79,7 @@ class Agent:
         self.recorder: Recorder | None = None
         self.times: dict[str, float] = {}
         self._environment: Environment | None = None
+        # None takes the format's own end tokens.
         self._stop_ids = self.chat.stop_ids if stop_ids is None else stop_ids
         # Without the attempt: a retry samples the tokens that the first try would have.
         self._seed = (self.seed, PHASES[key.phase], key.step, key.group, key.member)

@@ -34,24 +34,20 @@ _TOLERANCE = {"float32": 1e-4, "bfloat16": 0.3}
 
 
 class Probe(NamedTuple):
-    """What a server makes of the probe's prompt, of N tokens.
+    """What a server makes of the probe's prompt, of N tokens."""
 
-    Attributes:
-      ids: int32[M], tokens that it sampled behind the prompt.
-      logprobs: float32[M], their log-probabilities at the probe's temperature.
-      scores: float32[N - 1], log-probabilities of the prompt but its first token.
-    """
-
-    ids: np.ndarray
-    logprobs: np.ndarray
-    scores: np.ndarray
+    ids: np.ndarray  # int32[M], tokens that it sampled behind the prompt
+    logprobs: np.ndarray  # float32[M], those of `ids` at the probe's temperature
+    scores: (
+        np.ndarray
+    )  # float32[N - 1], log-probabilities of the prompt's, but the first
 
 
 class Publisher:
     """Brings parameters to servers, and makes sure that they arrived.
 
     Attributes:
-      difference: Nats; the largest that the last probe found of any server's
+      difference: Nats, the last probe's largest difference of any server's
         log-probabilities from the learner's.
     """
 
@@ -101,20 +97,19 @@ class Publisher:
         Raises:
           ServerError: A server refused the weights, or answers by others.
         """
-        first = self._count == 0
-        if first and servers:
-            # Servers start with these very parameters, which proves no reload: they
-            # have to follow others first.
-            lost = self._deliver(_others(params), version, servers).lost
-            servers = [server for server in servers if server not in lost]
-            published = self._deliver(params, version, servers)
-            self._on_line(
-                f"{len(servers)} servers hold the policy: log-probabilities within "
-                f"{self.difference:.1e} nats of the learner's, at most "
-                f"{self._tolerance:g} is allowed"
-            )
-            return published._replace(lost={**lost, **published.lost})
-        return self._deliver(params, version, servers)
+        if self._count or not servers:
+            return self._deliver(params, version, servers)
+        # Servers start with these very parameters, which proves no reload: they have to
+        # follow others first.
+        lost = self._deliver(_others(params), version, servers).lost
+        servers = [server for server in servers if server not in lost]
+        published = self._deliver(params, version, servers)
+        self._on_line(
+            f"{len(servers)} servers hold the policy: log-probabilities within "
+            f"{self.difference:.1e} nats of the learner's, at most {self._tolerance:g} "
+            "is allowed"
+        )
+        return published._replace(lost={**lost, **published.lost})
 
     def _deliver(
         self, params: Params, version: int, servers: Sequence[Server]
@@ -124,25 +119,23 @@ class Publisher:
         written = params
         if not self._served.tied_embeddings:
             written = params | {"unembed": transformer.head_weights(params)}
-        self._write(written, {"weight_version": name})
+        self._write(written, name)
         answers: dict[Server, Probe | str] = {}
         if servers:
             bring = functools.partial(self._bring, name=name)
             with ThreadPoolExecutor(len(servers)) as threads:
                 answers = dict(zip(servers, threads.map(bring, servers), strict=True))
         lost = {s: reason for s, reason in answers.items() if isinstance(reason, str)}
-        gaps = [
-            self._gap(server, params, probe)
-            for server, probe in answers.items()
-            if server not in lost
-        ]
+        probes = {s: probe for s, probe in answers.items() if s not in lost}
+        gaps = [self._gap(server, params, probe) for server, probe in probes.items()]
         self.difference = max(gaps, default=float("nan"))
         return Published(name, lost)
 
-    def _write(self, params: Params, metadata: dict[str, str]) -> None:
+    def _write(self, params: Params, version: str) -> None:
+        texts = {"weight_version": version}
         try:
             weights.write_tensors(
-                self._folder, self._served, params, self._dtype, metadata
+                self._folder, self._served, params, self._dtype, texts
             )
         except OSError as error:
             raise ServerError(
@@ -175,14 +168,10 @@ class Publisher:
         """The largest difference of a server's numbers from the learner's."""
         prompt = len(self._prompt)
         tokens = np.concatenate([self._prompt, probe.ids])
+        scored, sampled = slice(1, prompt), slice(prompt, None)
         parts = (
-            ("its prompt's tokens", 1.0, slice(1, prompt), probe.scores),
-            (
-                "tokens that it sampled",
-                _TEMPERATURE,
-                slice(prompt, None),
-                probe.logprobs,
-            ),
+            ("its prompt's tokens", 1.0, scored, probe.scores),
+            ("tokens that it sampled", _TEMPERATURE, sampled, probe.logprobs),
         )
         largest = 0.0
         for name, temperature, place, served in parts:

@@ -21,6 +21,7 @@ from thundersync_jax.errors import one_line
 # How long a connection without a request is kept. vLLM ends its own after 5 s, and a
 # request that is sent at that moment is lost.
 KEEP_SECS = 2.0
+_MODEL_KEYS = ("id", "root", "max_model_len")
 _LATER = (408, 429)  # statuses below 500 that another try may not meet
 
 # vLLM writes a log-probability of -inf as this number, which JSON has.
@@ -51,18 +52,11 @@ class RefusedRequest(ValueError):
 
 
 class Completion(NamedTuple):
-    """A sampled turn, as `engines.base.Response` has it.
+    """A sampled turn, as `engines.base.Response` has it."""
 
-    Attributes:
-      ids: int32[N], the sampled tokens.
-      logprobs: float32[N], log-probabilities at the request's temperature; at 1 where
-        that is 0.
-      stopped: Whether one of the request's stop ids ended it.
-    """
-
-    ids: np.ndarray
-    logprobs: np.ndarray
-    stopped: bool
+    ids: np.ndarray  # int32[N], the sampled tokens
+    logprobs: np.ndarray  # float32[N], at the request's temperature; at 1 where it is 0
+    stopped: bool  # whether one of the request's stop ids ended it
 
 
 class ServedModel(NamedTuple):
@@ -94,11 +88,7 @@ def describe(error: BaseException) -> str:
 
 
 def read_json(status: int, text: str) -> Any:
-    """The JSON value of a response; None where it has no text.
-
-    Args:
-      status: HTTP status of the response.
-      text: Body of the response.
+    """The JSON value of a response of this HTTP status; None where it has no text.
 
     Raises:
       RefusedRequest: The server refuses.
@@ -140,14 +130,10 @@ def completion_request(
 
 
 def scoring_request(model: str, prompt: np.ndarray, top_k: int) -> dict[str, Any]:
-    """The body of POST /v1/completions that scores a prompt.
+    """The body of POST /v1/completions that scores int[N], a prompt.
 
     One token has to be sampled too. Scores are before temperature, whatever it is.
-
-    Args:
-      model: Name of the served model.
-      prompt: int[N], the tokens to score.
-      top_k: Number of likeliest ids per position beside the one that stands there.
+    `top_k` likeliest ids per position come beside the one that stands there.
     """
     return {
         **_WHOLE_DISTRIBUTION,
@@ -174,14 +160,9 @@ def read_completion(
     stop_ids: Sequence[int],
     vocab_size: int | None = None,
 ) -> Completion:
-    """Reads an answer to `completion_request`.
+    """Reads an answer to a `completion_request` of these arguments.
 
-    Args:
-      answer: JSON value of the response.
-      prompt: int[N], the prompt that was sent.
-      max_tokens: The token limit that was sent.
-      stop_ids: The stop ids that were sent.
-      vocab_size: Number of ids of the model; None where nobody knows.
+    `vocab_size` is the number of ids of the model; None where nobody knows.
 
     Raises:
       WrongAnswer: It is no answer to this request: other tokens, ids out of the
@@ -247,11 +228,8 @@ def best_ids(
 ) -> list[tuple[int, float]]:
     """The likeliest ids of a position, best first, of equal ones the lowest first.
 
-    Args:
-      table: One of `read_scores`, of a request for as many ids. It holds one entry
-        more where the token that stands there is none of the likeliest.
-      top_k: Number of ids to return.
-      width: Number of ids; those from here on are padding.
+    A table of `read_scores` holds one entry more than the request's `top_k` where the
+    token that stands there is none of the likeliest. Ids from `width` on are padding.
 
     Raises:
       WrongAnswer: The table has too few of them.
@@ -271,16 +249,12 @@ def best_ids(
 
 
 def read_model(answer: Any) -> ServedModel:
-    """Reads GET /v1/models; the first one is the folder's own.
-
-    Raises:
-      WrongAnswer: There is none.
-    """
+    """Reads GET /v1/models, the first, the folder's own; WrongAnswer without any."""
     models = _value(answer, "data")
     if not isinstance(models, list) or not models:
         raise WrongAnswer(f"models {_short(models)}, expected at least one")
-    values = [_value(models[0], name) for name in ServedModel._fields[1:]]
-    return ServedModel(str(_value(models[0], "id")), str(values[0]), int(values[1]))
+    name, root, longest = (_value(models[0], key) for key in _MODEL_KEYS)
+    return ServedModel(str(name), str(root), int(longest))
 
 
 def read_weight_version(answer: Any) -> str:
