@@ -15,12 +15,12 @@ from toy_stream import EXACT, every_way, step
 
 from thundersync_jax import GradientStream, Surrogate, advantages
 from thundersync_jax.config import LossConfig
+from thundersync_jax.measure.steps import _report_metrics
 from thundersync_jax.ops import losses
 from thundersync_jax.run import objective
 from thundersync_jax.stream import mesh, sums
 from thundersync_jax.stream.mesh import Replica
 from thundersync_jax.stream.schedule import RELEASES
-from thundersync_jax.train import _from_report
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 
@@ -97,7 +97,7 @@ def test_mean_over_tokens_is_no_mean_of_means(accumulator, replicas, monkeypatch
         stream.complete("a", 1, {"s": np.full(6, 1.0, np.float32)}, tokens=6)
         gradient, report = stream.finish()
         assert float(gradient["x"]) == 1.25
-        assert _from_report(report)["kl"] == 1.25
+        assert _report_metrics(report)["kl"] == 1.25
         assert set(calls) == set(range(replicas))
 
 
