@@ -41,7 +41,8 @@ SHORT = {
 
 
 def grpo(**changes):
-    return replace(load_config(str(CONFIGS / "quickstart.py")), QWEN3 | SHORT | changes)
+    compact = load_config(f"{CONFIGS / 'quickstart.py'}:compact")
+    return replace(compact, QWEN3 | SHORT | changes)
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +140,10 @@ def test_killing_servers_in_the_middle_of_a_step(students, tmp_path):
     settings = QWEN3 | SHORT | config
     flags = [f"--config.{name}={_text(value)}" for name, value in settings.items()]
     command = [sys.executable, "-m", "thundersync_jax.train", *flags]
-    command += [f"--config={CONFIGS / 'quickstart.py'}", f"--workdir={tmp_path}"]
+    command += [
+        f"--config={CONFIGS / 'quickstart.py'}:compact",
+        f"--workdir={tmp_path}",
+    ]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as run:
