@@ -8,7 +8,7 @@ from toy_stream import EXACT, MEAN
 
 from thundersync_jax import advantages
 from thundersync_jax.errors import StreamError
-from thundersync_jax.metrics.progress import RunProgress
+from thundersync_jax.metrics.timing import RunProgress
 from thundersync_jax.run.step import replacements, roll_out, run_step
 from thundersync_jax.stream.schedule import RELEASES
 

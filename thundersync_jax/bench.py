@@ -42,7 +42,7 @@ from thundersync_jax.flags import run as run_command
 from thundersync_jax.measure import bench_report, engine_bench, live
 from thundersync_jax.measure.live import Live, PeakBytes
 from thundersync_jax.measure.steps import IdleWork
-from thundersync_jax.metrics.progress import Progress
+from thundersync_jax.metrics.timing import Progress
 from thundersync_jax.models import base as models
 from thundersync_jax.run import placement as devices
 from thundersync_jax.run import placement as parameters

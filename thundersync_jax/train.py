@@ -23,9 +23,8 @@ from thundersync_jax.config.workdir import (
 )
 from thundersync_jax.flags import run as run_command
 from thundersync_jax.measure import live, steps
-from thundersync_jax.metrics.progress import RunProgress
 from thundersync_jax.metrics.records import write_rollouts
-from thundersync_jax.metrics.timing import step_timing, write_chrome_trace
+from thundersync_jax.metrics.timing import RunProgress, step_timing, write_chrome_trace
 from thundersync_jax.metrics.writer import Metrics, Sink, named_sinks, read
 from thundersync_jax.models.base import ModelFactory
 from thundersync_jax.ops.advantages import Estimator

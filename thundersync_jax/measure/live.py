@@ -17,8 +17,8 @@ import numpy as np
 
 from thundersync_jax.measure import replay
 from thundersync_jax.metrics.learner_clock import Ran
-from thundersync_jax.metrics.progress import Progress
 from thundersync_jax.metrics.timing import (
+    Progress,
     StepTiming,
     predicted_step_secs,
     release_secs,

@@ -31,7 +31,7 @@ import jax
 
 from thundersync_jax.errors import StreamError
 from thundersync_jax.metrics.learner_clock import Ran, Totals
-from thundersync_jax.metrics.progress import Progress
+from thundersync_jax.metrics.timing import Progress
 from thundersync_jax.rollout.events import Completed, Event, Failed, Job, Rewarded, Turn
 from thundersync_jax.run import feed, state
 from thundersync_jax.run.feed import Stream

@@ -19,7 +19,7 @@ from rich.text import Text
 from thundersync_jax.chat import base
 from thundersync_jax.chat.base import Piece
 from thundersync_jax.chat.byte_level import ByteLevel
-from thundersync_jax.metrics.progress import Progress
+from thundersync_jax.metrics.timing import Progress
 from thundersync_jax.types import Trajectory
 from thundersync_jax.view import tables, transcript
 from thundersync_jax.view.tables import Column
