@@ -14,26 +14,17 @@ from thundersync_jax.errors import ConfigError
 def require(condition: bool, received: str, expected: str, way_out: str) -> None:
     """Raises a ConfigError unless the condition holds.
 
-    Args:
-      condition: What must be true.
-      received: The setting and its value, as `optim.b1 is 1.5`.
-      expected: What would have been right.
-      way_out: A sentence that says what to do.
+    `received` is the setting and its value, as `optim.b1 is 1.5`, `expected` what would
+    have been right, `way_out` a sentence that says what to do.
     """
     if not condition:
         raise ConfigError(f"{received}, expected {expected}. {way_out}")
 
 
 def installed(package: str, user: str, extra: str) -> ModuleType:
-    """Imports a package that only some runs need.
+    """Imports a package that only some runs need, or says which extra brings it.
 
-    Args:
-      package: Dotted name of the module.
-      user: What needs it, as "chat templates".
-      extra: The extra of thundersync_jax that brings it.
-
-    Raises:
-      ConfigError: It is not installed.
+    `user` is what needs it, as "chat templates".
     """
     try:
         return importlib.import_module(package)
@@ -90,12 +81,7 @@ def effective(
 ) -> None:
     """Requires fields to keep their defaults where another one makes them idle.
 
-    Args:
-      group: A dataclass.
-      prefix: What comes before a field's name on the command line, as `rollout.`.
-      names: Fields that must keep their defaults.
-      other: Field that they depend on.
-      choices: Values of `other` that use the fields; empty for any but 0.
+    `choices` are the values of `other` that use the fields; none: any but 0.
     """
     value_of_other = getattr(group, other)
     if value_of_other in choices or (value_of_other and not choices):
@@ -117,10 +103,7 @@ def effective(
 def bounds(group: Any, prefix: str, lowest: Mapping[str, int]) -> None:
     """Requires fields to be pairs of a fewest and a most.
 
-    Args:
-      group: A dataclass under construction.
-      prefix: What comes before a field's name, as "env.options.".
-      lowest: The least that the fewest may be, by the field's name.
+    `lowest` has the least that the fewest may be, by the field's name.
     """
     for name, least in lowest.items():
         pair = getattr(group, name)

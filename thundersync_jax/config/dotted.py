@@ -14,14 +14,9 @@ from thundersync_jax.errors import ConfigError
 
 
 def check(setting: str, name: str) -> None:
-    """Checks the form of a name and imports nothing.
+    """Checks the form of a setting's value, and imports nothing.
 
-    Args:
-      setting: Dotted name of the setting, as `env.factory`; for messages.
-      name: The value of the setting.
-
-    Raises:
-      ConfigError: Another form than "package.module:function".
+    ConfigError where it is not "package.module:function".
     """
     module, _, function = name.partition(":")
     if not all(part.isidentifier() for part in (*module.split("."), function)):
@@ -35,14 +30,8 @@ def check(setting: str, name: str) -> None:
 def load(setting: str, name: str, parameters: Sequence[str] = ()) -> Callable[..., Any]:
     """Imports the function that a setting names.
 
-    Args:
-      setting: Dotted name of the setting, as `env.factory`; for messages.
-      name: "package.module:function", imported as Python would.
-      parameters: What it will be called with, by position, in words; where none are
-        listed, any parameters will do.
-
-    Raises:
-      ConfigError: No such module or function, or it takes other arguments.
+    It must take `parameters` by position, in words; where none are listed, any will do.
+    ConfigError where there is no such module or function, or it takes other arguments.
     """
     function = find(setting, name)
     if not callable(function):
@@ -56,15 +45,7 @@ def load(setting: str, name: str, parameters: Sequence[str] = ()) -> Callable[..
 
 
 def find(setting: str, name: str) -> Any:
-    """Imports whatever a setting names.
-
-    Args:
-      setting: Dotted name of the setting, as `env.factory`; for messages.
-      name: "package.module:attribute", imported as Python would.
-
-    Raises:
-      ConfigError: No such module or attribute.
-    """
+    """Imports whatever a setting names; ConfigError where there is none."""
     check(setting, name)
     path, _, attribute = name.partition(":")
     module = _import(setting, name, path)

@@ -113,11 +113,7 @@ FAMILIES = {
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object of a folder.
-
-    Raises:
-      ConfigError: There is no such file, or it is none.
-    """
+    """A JSON object of a folder; ConfigError where there is none."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -139,9 +135,8 @@ def read_json(path: Path) -> dict[str, Any]:
 def architecture(folder: str | os.PathLike) -> dict[str, Any]:
     """The fields of `ModelConfig` that a folder decides, with their values.
 
-    Raises:
-      ConfigError: There is no config.json, or it asks for something else than the dense
-        families; the line names what and where.
+    ConfigError where there is no config.json, or where it asks for something else than
+    the dense families; the line names what and where.
     """
     path = Path(folder).expanduser() / CONFIG_FILE
     return Reader(path, read_json(path)).fields()

@@ -134,9 +134,7 @@ def _check(config: Config) -> None:
 def check_family(config: Config, cause: str) -> None:
     """Raises a ConfigError where a setting needs the decoder and another model is made.
 
-    Args:
-      config: The settings.
-      cause: Who makes the other model, for the message.
+    `cause` says in the message who makes it.
     """
     for name, value in (
         ("model.path", config.model.path),

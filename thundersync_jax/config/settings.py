@@ -67,12 +67,8 @@ def settings(group: Any, prefix: str = "") -> Iterator[Setting]:
 def check_types(group: Any, prefix: str) -> None:
     """Checks every field against its annotation; whole numbers become floats.
 
-    Args:
-      group: A frozen dataclass under construction.
-      prefix: What comes before a field's name on the command line, as `rollout.`.
-
-    Raises:
-      ConfigError: A value of another type, another choice, NaN or infinity.
+    Refused are other types and choices, NaN and infinity. `prefix` is what comes before
+    a field's name on the command line, as `rollout.`.
     """
     hints = _hints(type(group))
     for field in dataclasses.fields(group):
@@ -130,12 +126,9 @@ def to_text(value: Any) -> str:
 
 
 def replace(group: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
-    """The configuration with other values, all of them set at once.
+    """The configuration with other values by dotted name, all of them set at once.
 
-    Args:
-      group: A nested frozen dataclass.
-      values: New values by dotted name; every name is a setting of `group`.
-      prefix: What comes before the names of `group` itself, as `rollout.`.
+    Every name is a setting of `group`; `prefix` comes before the names of `group`.
     """
     changes = {}
     for field in dataclasses.fields(group):

@@ -33,11 +33,9 @@ _LOCK_FILE = ".lock"
 def locked(workdir: str | os.PathLike) -> Iterator[None]:
     """Keeps other processes out of a work directory, which is made where it is missing.
 
-    The operating system drops the lock with the process, so a killed one leaves none.
-    Where the file system or the platform has no locks, nothing is locked.
-
-    Raises:
-      ConfigError: Another process is using it, or it cannot be a directory.
+    ConfigError where another process is using it or it cannot be a directory. The
+    operating system drops the lock with the process, so a killed one leaves none. Where
+    the file system or the platform has no locks, nothing is locked.
     """
     path = _made(workdir) / _LOCK_FILE
     with contextlib.ExitStack() as stack:
@@ -61,18 +59,12 @@ def locked(workdir: str | os.PathLike) -> Iterator[None]:
 def claim(
     workdir: str | os.PathLike, config: Config, vocabulary: Mapping[str, int]
 ) -> list[Change]:
-    """Makes a work directory the config's own: config.json is written on first use,
-    and the vocabulary beside it.
+    """Makes a work directory the config's own; returns settings that a resume changes.
 
-    A later run may raise `steps`, since the steps before it stay the same, and change
-    what is declared `changeable`; every other setting must be the saved one.
-
-    Returns:
-      The settings that a resumed run changes.
-
-    Raises:
-      ConfigError: The directory belongs to a run with other settings, or it cannot be
-        a directory or be written to.
+    config.json is written on first use, and the vocabulary beside it. A later run may
+    raise `steps`, since the steps before it stay the same, and change what is declared
+    `changeable`; every other setting must be the saved one. ConfigError where it is
+    not, or the directory cannot be one or be written to.
     """
     changes = check_claim(workdir, config)
     folder = Path(workdir)
@@ -112,8 +104,7 @@ def check_claim(workdir: str | os.PathLike, config: Config) -> list[Change]:
 def saved_settings(workdir: str | os.PathLike) -> dict[str, Any]:
     """The settings that a work directory belongs to, under the names of today.
 
-    Raises:
-      ConfigError: It holds no run.
+    ConfigError where it holds no run.
     """
     path = Path(workdir) / _CONFIG_FILE
     if not path.exists():
@@ -154,8 +145,7 @@ def save_result(workdir: str | os.PathLike, result: Mapping[str, Any]) -> None:
 def saved_result(workdir: str | os.PathLike, steps: int) -> dict[str, Any] | None:
     """What a run of so many steps ended with, None where it has not ended.
 
-    Raises:
-      ConfigError: The file is there and no result.
+    ConfigError where the file is there and no result.
     """
     path = Path(workdir) / RESULT_FILE
     if not path.exists():

@@ -78,12 +78,7 @@ class Round:
 
 
 def figures(rounds: Sequence[Round], facts: Mapping[str, Any]) -> dict[str, Any]:
-    """All figures of a bench, the JSON object of `--json`.
-
-    Args:
-      rounds: Its steps.
-      facts: What belongs to the bench as a whole, taken over as it is.
-    """
+    """All figures of a bench, the JSON object of `--json`; `facts` are taken over."""
     releases = {name: _summary(name, rounds) for name in rounds[0].lives}
     reports = [live.step.report for r in rounds for live in r.lives.values()]
     trajectory = [r.lives["trajectory"].step.report for r in rounds]

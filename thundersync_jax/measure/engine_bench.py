@@ -68,19 +68,12 @@ def measure(
 ) -> list[Speed]:
     """Times rounds of requests, after one round of each engine and load that compiles.
 
-    Args:
-      engines: Engines by name, with no session held.
-      loads: Loads, measured one after the other.
-      repeats: Number of timed rounds of each engine and load.
-      params: Parameters that engines elsewhere need before they answer.
-      policy_version: Policy version of `params`.
+    Engines hold no session; those elsewhere get `params` as `policy_version` before
+    they answer. Every load has `repeats` timed rounds on each engine, one load after
+    the other.
 
-    Returns:
-      One entry per load and engine.
-
-    Raises:
-      ValueError: A request was refused, or sampled another number of tokens.
-      Exception: What an engine died of.
+    Raises ValueError where a request was refused or sampled another number of tokens,
+    and whatever an engine died of.
     """
     connections: dict[str, Connection] = {}
     runner = asyncio.Runner()

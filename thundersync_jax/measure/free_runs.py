@@ -80,16 +80,7 @@ def run_freely(
     update: state.Update,
     steps: int,
 ) -> FreeRun:
-    """Takes a variant from the start through so many steps.
-
-    Args:
-      run: A run, whose sampler and streams are used.
-      display: Prints a line per step.
-      variant: Release rule and order of arrival.
-      start: Parameters and optimizer state; kept.
-      update: The optimizer's update.
-      steps: Number of steps.
-    """
+    """Takes a variant through so many steps from `start`, which is kept."""
     free_run = FreeRun(variant)
     now, version = jax.tree.map(jnp.copy, start), POLICY_VERSION
     baselines = copy.deepcopy(run.baselines)

@@ -98,19 +98,12 @@ def live(
     progress: Progress | None = None,
     on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> Live:
-    """Runs one step and measures it.
+    """Runs one step, the one of this number, and measures it.
 
-    Args:
-      run: A run whose sampler holds `params`.
-      params: Parameters at which the gradient is taken.
-      version: The policy version of `params`.
-      step: The number that tasks, sampling keys and latencies follow from.
-      release: The release rule.
-      rows: Trajectories per call; 0 for the config's number.
-      accumulator: "plain" or "exact" sums; None for the config's.
-      boundary: The rest of the step once its gradient is there.
-      progress: Counts to raise, as for `run_step`.
-      on_progress: Called with the counts after every event.
+    `params` are the parameters of `version`, which the sampler holds. `rows` is the
+    number of trajectories per call, 0 the config's; `accumulator` is "plain" or
+    "exact", None the config's. `boundary` does the rest of the step once its gradient
+    is there; `progress` and `on_progress` are those of `run_step`.
     """
     stream = run.new_stream(params, version, release, rows, accumulator)
     done = run_step(run, stream, run.train_jobs(step), version, progress, on_progress)
@@ -143,10 +136,9 @@ def compare(
 ) -> dict[str, Live]:
     """Runs the same step under several release rules, from the same parameters.
 
-    None for `releases` takes all that make a difference for the run's loss.
-
-    The boundary is the gradient's reduction alone: nothing is updated. A step that had
-    to compile is done again, so that no rule pays for another's programs.
+    None for `releases` takes all that make a difference for the run's loss. The
+    boundary is the gradient's reduction alone: nothing is updated. A step that had to
+    compile is done again, so that no rule pays for another's programs.
     """
     releases = releases or run.config.releases
     if not any(span.track == "rollout" for span in run.timeline.spans()):
@@ -160,14 +152,7 @@ def compare(
 
 
 def closing_comparison(run: Run, display: Display, params: Tree, version: int) -> None:
-    """Prints one more step of a run under every release rule.
-
-    Args:
-      run: A run whose steps have ended; its sampler holds `params`.
-      display: Prints the table.
-      params: The final parameters.
-      version: Their policy version.
-    """
+    """Prints one more step, from the final parameters, under every release rule."""
     first = run.config.steps + 1
     for step in range(first, first + _CLOSING_TRIES):
         lives = compare(run, params, version, step)
@@ -217,11 +202,8 @@ def predicted_secs(
 ) -> float:
     """The step time of a learner never idle beside ready work, for these arrivals.
 
-    Args:
-      step: A step, whose calls are the work.
-      arrivals: Seconds [calls] of the monotonic clock at which each might begin.
-      boundary_secs: F, the step boundary.
-      replicas: Number of learner replicas, which count as one so many times as fast.
+    `arrivals` are seconds [calls] of the monotonic clock at which each call of the step
+    might begin; `boundary_secs` is F; replicas count as one so many times as fast.
     """
     work = [ran.secs / replicas for ran in step.calls]
     times = [secs - step.start_secs for secs in (*arrivals, step.last_reward_secs)]
@@ -233,10 +215,8 @@ def released_secs(
 ) -> dict[tuple[int, int], float]:
     """When a rule lets the gradient of each (group, member) start.
 
-    Args:
-      step: What the step brought; its failed members hold up their group as well.
-      release: "batch", "group" or "trajectory".
-      judged: Whether rewards are in the loss, and verdicts therefore waited for.
+    The rule waits for verdicts where rewards are in the loss (`judged`). Failed members
+    hold up their group as well.
     """
     failed = {failed.key[1:3]: failed.secs for failed in step.failures}
     ended = step.rewarded_secs if judged else step.completed_secs
@@ -278,8 +258,7 @@ def sample(
 ) -> tuple[list[Trajectory], float]:
     """Rolls a step out as a benchmark will: with a sampler that remembers nothing.
 
-    Returns:
-      The trajectories, and R, the seconds until the last outcome.
+    Returns the trajectories, and R, the seconds until the last outcome.
     """
     run.publish(params, version)
     return roll_out(run, step, version)
@@ -310,8 +289,7 @@ def scale_latencies(
 ) -> list[tuple[float, float]]:
     """Sets `run.latency_scale` so that the median rollout takes `wanted_secs`.
 
-    Returns:
-      The scales that were tried, with the median R of the steps; the best one is set.
+    Returns the scales that were tried, with the median R of the steps; the best is set.
     """
     tried: list[tuple[float, float]] = []
     while True:
@@ -331,9 +309,7 @@ def scale_latencies(
 def next_scale(tried: Sequence[tuple[float, float]], wanted_secs: float) -> float:
     """The next guess: R grows about linearly with the scale.
 
-    Args:
-      tried: Pairs of scale and R in seconds, the newest last.
-      wanted_secs: The R to reach.
+    `tried` has pairs of scale and R in seconds, the newest last.
     """
     scale, secs = tried[-1]
     if len(tried) > 1:
@@ -346,13 +322,9 @@ def next_scale(tried: Sequence[tuple[float, float]], wanted_secs: float) -> floa
 
 
 class PeakBytes:
-    """Watches some devices while it is used as a context.
+    """Watches devices of one kind while it is used as a context; none: nothing.
 
-    Attributes:
-      bytes: The most that the fullest device has held so far.
-
-    Args:
-      devices: Devices of one kind; without any nothing is watched.
+    `bytes` is the most that the fullest device has held so far.
     """
 
     def __init__(self, devices: Collection[jax.Device]):

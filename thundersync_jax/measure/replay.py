@@ -53,13 +53,9 @@ class Variant:
     def events(
         self, trajectories: Sequence[Trajectory], seed: int, step: int, window: int
     ) -> list[Event]:
-        """The order of arrival in a step, another one in each.
+        """The order in which a step's trajectories arrive, another one in each step.
 
-        Args:
-          trajectories: All trajectories of the step.
-          seed: The run's seed.
-          step: The step's number.
-          window: Number of groups that may hold sums at a time.
+        `window` is the number of groups that may hold sums at a time.
         """
         if self.order:
             rng = np.random.default_rng((seed, step, self.order))
@@ -96,18 +92,11 @@ def replay(
     accumulator: str | None = None,
     rush: bool = False,
 ) -> Replay:
-    """Feeds events to a fresh stream.
+    """Feeds the events of one step to a fresh stream, at these parameters.
 
-    Args:
-      run: A run, whose streams are used.
-      params: Parameters at which the gradient is taken.
-      events: All events of one step, in their order of arrival. A member without any
-        has failed.
-      release: The release rule.
-      rows: Trajectories per call; 0 for the config's number.
-      accumulator: "plain" or "exact" sums; None for the config's.
-      rush: Whether all events come at once. Otherwise the stream has time to work
-        between them.
+    A member without events has failed. `rows` is the number of trajectories per call, 0
+    the config's; `accumulator` is "plain" or "exact", None the config's. With `rush`
+    all events come at once, otherwise the stream has time to work between them.
     """
     first = events[0].trajectory
     step, version = first.key.step, first.policy_version

@@ -50,12 +50,8 @@ def step_metrics(
 ) -> dict[str, float]:
     """One step's row of metrics.jsonl.
 
-    Args:
-      config: The run's settings.
-      step: What the step brought.
-      timing: Its times.
-      version: Policy version that sampled it.
-      clipped: Its gradient's norm after clipping.
+    `version` is the policy version that sampled it, `clipped` the norm of its gradient
+    after clipping.
     """
     trajectories = step.trajectories
     # Of the verdicts themselves: the stream was told of them less their penalties.
@@ -130,11 +126,8 @@ class IdleWork:
     """Medians of calls on an otherwise idle learner, by shape.
 
     The newest calls only, so that a machine that drifts does so for both sides of a
-    ratio.
-
-    Args:
-      accumulator: How sums are taken; None as the config says.
-      turns: Whether calls of the turn rule are among them.
+    ratio. `accumulator` is None for the config's sums; `turns` adds calls of the turn
+    rule.
     """
 
     def __init__(self, accumulator: str | None = None, turns: bool = False):
@@ -208,10 +201,6 @@ class LaterReleases:
     advantage 0, unless the loss has a part without advantage. Each takes as long as a
     sample of its length takes when nothing runs beside the learner, alone or in a full
     call, whichever is faster. So a prediction is the best that the rule could reach.
-
-    Args:
-      config: The run's settings.
-      judged: Whether rewards are in the loss.
     """
 
     def __init__(self, config: Config, judged: bool):
@@ -224,13 +213,7 @@ class LaterReleases:
         self._idle = IdleWork()
 
     def measure(self, run: Run, params: Any, version: int) -> None:
-        """Runs every gradient program on an idle learner, before the first step.
-
-        Args:
-          run: A run whose programs are compiled and which does nothing else.
-          params: Where gradients are taken.
-          version: Their policy version.
-        """
+        """Runs every gradient program on an idle learner, before the first step."""
         start, passes = time.monotonic(), 0
         while self._releases and passes < _PASSES:
             run.clock.take()
@@ -244,9 +227,7 @@ class LaterReleases:
     def step(self, step: Step, end_secs: float) -> dict[str, float]:
         """Takes one step after the other, and returns metrics of it.
 
-        Args:
-          step: What the step brought.
-          end_secs: When its new parameters were there, on the monotonic clock.
+        `end_secs` is when its new parameters were there, on the monotonic clock.
         """
         if not self._releases:
             return {}
@@ -296,9 +277,7 @@ def saved_secs(
 ) -> dict[str, list[float]]:
     """Seconds of a run's steps by release rule, of those steps that have predictions.
 
-    Args:
-      rows: The metrics of its steps.
-      release: Its own rule, whose seconds are measured; those of others are predicted.
+    `rows` are their metrics; the seconds of `release` are measured, others predicted.
     """
     rows = [row for row in rows if row.get("predicted_batch_secs") is not None]
     secs = {
@@ -312,13 +291,8 @@ def saved_secs(
 def saved(rows: Sequence[Mapping[str, Any]], release: str) -> dict[str, Any] | None:
     """What a run's own release rule saved over all its steps.
 
-    Args:
-      rows: The metrics of its steps.
-      release: Its rule.
-
-    Returns:
-      The number of steps, their seconds under each rule, the ratio of batch release's
-      to the measured ones, and the mean contention. None without predictions.
+    The number of steps, their seconds under each rule, the ratio of batch release's to
+    the measured ones, and the mean contention. None without predictions.
     """
     secs = saved_secs(rows, release)
     if not secs:

@@ -31,12 +31,9 @@ def draw_success(
     points: Sequence[SuccessPoint | tuple[float, float, float, float]],
     warm_start_secs: float = 0.0,
 ) -> None:
-    """Draws held-out success against wall-clock time.
+    """Draws held-out success, evaluations in order of time, against wall-clock time.
 
-    Args:
-      path: Where the picture is written.
-      points: Evaluations in the order of time.
-      warm_start_secs: When the warm start ended; shaded until then.
+    The warm start is shaded until `warm_start_secs`.
     """
     points = [SuccessPoint(*point) for point in points]
     last = max([*(point.wall_secs for point in points), warm_start_secs, 1e-9])
@@ -74,10 +71,8 @@ def draw_saved(
 ) -> None:
     """Draws the seconds that all steps so far took, under every release rule.
 
-    Args:
-      path: Where the picture is written.
-      secs: Seconds of every step in order, by release rule.
-      measured: The rule that ran; the others are predicted.
+    `secs` has those of every step by rule; the rule `measured` ran, others are
+    predicted.
     """
     totals = {
         release: [0.0, *itertools.accumulate(steps)] for release, steps in secs.items()

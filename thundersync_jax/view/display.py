@@ -97,9 +97,7 @@ class Display:
     ) -> Iterator[None]:
         """Keeps a progress line on a terminal until the block ends.
 
-        Args:
-          title: Beginning of the line, as `RunProgress.title`.
-          clock: The clock of `Progress.started_secs`.
+        It begins with `title`; `clock` is that of `Progress.started_secs`.
         """
         self._progress = None
         if not self._lively:
@@ -154,11 +152,8 @@ class Display:
     ) -> None:
         """A trajectory with the trained tokens apart from the observed ones.
 
-        Args:
-          trajectory: Any, failed ones too.
-          advantage: Shown where known.
-          lines: The most of each segment, its middle is left out; None for all.
-          pieces: The trajectory's text; None where its tokens are byte-level.
+        Each segment shows at most `lines` lines, its middle is left out; None shows
+        all. `pieces` is the trajectory's text, None where its tokens are byte-level.
         """
         if pieces is None:
             pieces = base.pieces(ByteLevel(), trajectory)

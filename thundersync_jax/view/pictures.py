@@ -76,11 +76,9 @@ def draw_timeline(
 ) -> None:
     """Draws one step under one release rule or several, on one time axis.
 
-    Args:
-      path: Where the picture is written.
-      panels: Bars by release rule, with tracks and names as on the run's timeline; a
-        panel begins with its first bar and ends with its last.
-      batch_secs: Seconds of the step under batch release, where that has no panel.
+    `panels` has bars by release rule, with tracks and names as on the run's timeline; a
+    panel begins with its first bar and ends with its last. `batch_secs` is the step's
+    time under batch release, where that has no panel.
     """
     panels = {name: list(spans) for name, spans in panels.items() if spans}
     count = max(len(panels), 1)
@@ -110,12 +108,7 @@ def draw_timeline(
 
 
 def draw_bars(path: str | os.PathLike[str], bars: Mapping[str, Bar]) -> None:
-    """Draws the median step of several release rules, and where its time goes.
-
-    Args:
-      path: Where the picture is written.
-      bars: Bars by release rule, of one step at least, from the top down.
-    """
+    """Draws the median step of one or more release rules, and where its time goes."""
     figure = new_figure(9.6, 1.25 + 0.62 * max(len(bars), 1))
     axis = figure.subplots()
     middles = {name: median(bar.step_secs) for name, bar in bars.items()}
@@ -142,8 +135,7 @@ def draw_bars(path: str | os.PathLike[str], bars: Mapping[str, Bar]) -> None:
 def _draw_panel(axis: "Axes", spans: Sequence[Span], longest: float) -> float:
     """Trajectories in the order they finished, the learner's replicas below them.
 
-    Returns:
-      The middle of the learner's rows.
+    Returns the middle of the learner's rows.
     """
     start, end = _start(spans), _end(spans)
     rows = _by_finish([s for s in spans if s.track in ("rollout", "verify")])

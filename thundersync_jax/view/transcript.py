@@ -45,14 +45,10 @@ def body(
     width: int,
     most: int | None,
 ) -> list[Text]:
-    """Returns its lines.
+    """Returns its lines, broken as rich does to `width` characters.
 
-    Args:
-      trajectory: Any, failed ones too.
-      pieces: The trajectory's text, as `chat.pieces` cuts it.
-      console: Breaks lines as rich does.
-      width: In characters.
-      most: Lines of each run, the middle is left out; None for all.
+    `pieces` is its text as `chat.pieces` cuts it. At most `most` lines of each run are
+    left, without the middle; None leaves all.
     """
     lines = []
     for trained, text in segments(trajectory, pieces):
