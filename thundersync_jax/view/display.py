@@ -1,8 +1,10 @@
 """What a person sees while a run goes on: one row per step, and little else.
 
 On a terminal a progress line is alive while a step runs and trained tokens have a
-colour; anywhere else the same rows come as plain text without it. Numbers are computed
-elsewhere; this only lays them out, in at most 100 columns.
+colour; anywhere else the same rows come as plain text without it. In a trajectory every
+run of trained or observed tokens starts a line of its own with its name beside it, so
+that the difference does not depend on colour. Numbers are computed elsewhere; this only
+lays them out, in at most 100 columns.
 """
 
 import contextlib
@@ -12,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import IO, TYPE_CHECKING
 
+import numpy as np
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
@@ -21,7 +24,7 @@ from thundersync_jax.chat.base import Piece
 from thundersync_jax.chat.byte_level import ByteLevel
 from thundersync_jax.metrics.timing import Progress
 from thundersync_jax.types import Trajectory
-from thundersync_jax.view import tables, transcript
+from thundersync_jax.view import tables
 from thundersync_jax.view.tables import Column
 
 if TYPE_CHECKING:  # it imports jax, and looking at a run must not wait for that
@@ -32,6 +35,9 @@ _ROWS_PER_HEADING = 20
 _BAR_CELLS = 18
 _REFRESHES_PER_SEC = 8
 _QUIET, _STRONG = "dim", "bold"
+_TRAINED = {True: "bold green", False: "dim"}  # readable on dark and on light grounds
+_INDENT = 2
+_LABEL = len("observed") + 2
 
 _STEP_COLUMNS = (
     Column("step", 7),
@@ -119,7 +125,7 @@ class Display:
 
     def line(self, text: str) -> None:
         """A message between the rows."""
-        self._print(Text(transcript.printable(text), _QUIET))
+        self._print(Text(_printable(text), _QUIET))
 
     def row(self, row: StepRow) -> None:
         """One finished step, below a heading every so many rows."""
@@ -159,10 +165,17 @@ class Display:
             pieces = base.pieces(ByteLevel(), trajectory)
         self._rows = 0
         self._gap()
-        self._print(transcript.title(trajectory, advantage))
-        layout = self._console, self.width, lines
-        for text in transcript.body(trajectory, pieces, *layout):
-            self._print(text)
+        self._print(_title(trajectory, advantage))
+        for trained, text in _runs(trajectory, pieces):
+            style = _TRAINED[trained]
+            width = self.width - _INDENT - _LABEL
+            wrapped = text.wrap(self._console, width, overflow="fold")
+            label = "trained" if trained else "observed"
+            for part in _middle_out(list(wrapped), lines):
+                part.rstrip()
+                start = Text(" " * _INDENT + label.ljust(_LABEL), style)
+                self._print(start.append_text(part))
+                label = ""
 
     def table(
         self, columns: Sequence[Column], rows: Sequence[Sequence[str]], title: str = ""
@@ -251,3 +264,64 @@ def _step_cells(row: StepRow) -> list[str]:
         tables.percent(row.learner_busy),
         str(row.staleness),
     ]
+
+
+def _title(trajectory: Trajectory, advantage: float | None) -> Text:
+    """A trajectory's key, then what became of it."""
+    facts = [f"reward {tables.number(trajectory.reward)}"]
+    if advantage is not None:
+        facts.append(f"advantage {tables.signed(advantage)}")
+        if trajectory.turn_credits is not None:
+            turns = " ".join(map(tables.signed, _of_turns(trajectory, advantage)))
+            facts.append(f"of its turns {turns}")
+    turns = f"{trajectory.turns} turn" + ("" if trajectory.turns == 1 else "s")
+    tokens = f"{len(trajectory.ids)} tokens, {trajectory.action_tokens} trained"
+    facts += [trajectory.stop_reason.value.replace("_", " "), turns, tokens]
+    text = Text().append(str(trajectory.key), "bold")
+    text.append("\n  " + "  ".join(facts))
+    if trajectory.reason:
+        text.append(f"\n  {_printable(trajectory.reason)}", "yellow")
+    return text
+
+
+def _runs(trajectory: Trajectory, pieces: Sequence[Piece]) -> list[tuple[bool, Text]]:
+    """Runs of equal loss mask, (trained, text), special tokens set apart."""
+    mask = np.asarray(trajectory.loss_mask, bool)
+    runs: list[tuple[bool, Text]] = []
+    start = 0
+    for piece in pieces:
+        trained = bool(mask[start])
+        start += piece.tokens
+        if not runs or runs[-1][0] != trained:
+            runs.append((trained, Text()))
+        style = _TRAINED[trained]
+        text = _printable(piece.text)
+        runs[-1][1].append(text, f"{style} italic" if piece.special else style)
+    return runs
+
+
+def _printable(text: str) -> str:
+    """Spells out what would move the cursor or hide text; line ends stay."""
+    return "".join(
+        letter
+        if letter.isprintable() or letter == "\n"
+        else letter.encode("unicode_escape").decode()
+        for letter in text
+    )
+
+
+def _of_turns(trajectory: Trajectory, advantage: float) -> list[float]:
+    """A u + v of each action, at its first token."""
+    mask = np.asarray(trajectory.loss_mask, int)
+    first = np.flatnonzero(np.diff(mask, prepend=0) == 1)
+    weights, credits = trajectory.turn_weights, trajectory.turn_credits
+    return [float(v) for v in advantage * weights[first] + credits[first]]
+
+
+def _middle_out(lines: list[Text], most: int | None) -> list[Text]:
+    if most is None or len(lines) <= most:
+        return lines
+    first = most // 2
+    last = len(lines) - (most - first - 1)
+    gap = Text(f"... {last - first} lines left out ...", "dim")
+    return [*lines[:first], gap, *lines[last:]]
