@@ -14,13 +14,9 @@ from thundersync_jax.types import Action, Trajectory
 
 
 class Chat(Protocol):
-    """What the host needs of a tokenizer and the format around it.
+    """What the host needs of a tokenizer and the format around it."""
 
-    Attributes:
-      stop_ids: The end tokens, any of which ends an action.
-    """
-
-    stop_ids: tuple[int, ...]
+    stop_ids: tuple[int, ...]  # the end tokens, any of which ends an action
 
     def prompt(self, text: str) -> np.ndarray:
         """Returns int32[N], the prompt and what the policy acts after."""

@@ -121,11 +121,7 @@ def render_observation(text: str) -> np.ndarray:
 
 
 def render_action(action: Action) -> np.ndarray:
-    """Returns int32[N], the tokens a policy would sample for this action.
-
-    Raises:
-      ValueError: A malformed action, which has no rendering.
-    """
+    """As `Chat.action` says."""
     if action.kind == "answer":
         return _join(None, action.text, END)
     if action.kind == "call":

@@ -2,13 +2,8 @@
 
 Only the first prompt is rendered as a whole, equal to what `transformers` renders.
 What follows an action is found by rendering a conversation with a stand-in for it and
-taking the text behind: the tool's message and the next generation prompt. What a
-template would do to earlier turns (thinking removed, whitespace trimmed) therefore
-never happens; a trajectory keeps the tokens that were sampled.
-
-    action       sampled ids <end>
-    observation  text between that <end> and the next action
-
+taking the text behind: the tool's message and the next generation prompt. So nothing is
+done to earlier turns; a trajectory keeps the tokens that were sampled (docs/agents.md).
 A template without a role for tools gives their answers the role of the user. Marks such
 as <|im_end|> in a prompt or a tool's answer are text here, never the token, so neither
 can forge a role; that is the one difference from `transformers`.
@@ -178,11 +173,7 @@ class TemplateChat:
         return dataclasses.replace(action, ids=sampled)
 
     def decode(self, ids: np.ndarray) -> str:
-        """Returns text with all marks; ids that the tokenizer lacks by number.
-
-        Raises:
-          ValueError: A negative id.
-        """
+        """Text with all marks, unknown ids by number; ValueError of a negative one."""
         ids = np.asarray(ids, np.int64).tolist()
         bad = next((token for token in ids if token < 0), None)
         if bad is not None:

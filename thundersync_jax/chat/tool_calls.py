@@ -47,14 +47,9 @@ def style_of(template: str) -> Style | None:
 def read(text: str, style: Style | None, tools: Sequence[Mapping[str, Any]]) -> Action:
     """Reads the text of one finished turn, without its end token.
 
-    Args:
-      text: The sampled text.
-      style: Format of calls; None where there are no tools: everything is an answer.
-      tools: JSON schemas of the tools.
-
     Returns:
       An answer or a call, thinking left out; "malformed" with its `problem` where it
-      tries a call and fails.
+      tries a call and fails. Without a style, for no tools, everything is an answer.
     """
     speech = text.rpartition(_THOUGHT)[2].partition(_THINK)[0].strip()
     find = {None: lambda speech: None, "tags": _in_tags, "json": _whole_turn}[style]

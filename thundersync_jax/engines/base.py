@@ -1,11 +1,10 @@
 """Engines: who answers for all trajectories at once, and how coroutines ask them.
 
 A sampler answers "what comes next?", a teacher's engine "how likely was this?". In this
-process both are passive: somebody submits requests and calls `step` until their answers
-come back. That is `EngineDriver`, the one thread that owns such an engine and answers
-the coroutines of an event loop. A remote engine brings a connection of its own, and
-`connect` makes both kinds look alike. None knows an environment. Ids go in, ids and
-numbers come out.
+process both are passive: `EngineDriver`, the one thread that owns such an engine, calls
+`step` until the requests of an event loop's coroutines are answered. A remote engine
+brings a connection of its own; `connect` makes both kinds look alike. None knows an
+environment. Ids go in, ids and numbers come out.
 """
 
 import asyncio
@@ -30,59 +29,42 @@ _LIVENESS_SECS = 0.25
 class Request:
     """One turn to sample.
 
-    Attributes:
-      session: Name of the trajectory. The first request of a session brings the
-        prompt; later ones bring only what is new (the observation), since the engine
-        keeps the ids it sampled and their keys and values.
-      new_ids: int32[N], N >= 1 for a first request, appended before sampling.
-      max_new_tokens: Token limit of this turn.
-      stop_ids: Sampling ends after one of these; it is part of the answer.
-      temperature: Logits are divided by it; 0 takes the largest.
-      seed: Integers that name the turn (run seed, phase, step, group, member, turn).
-        The engine folds the position in, so nothing else can change the ids.
+    The first request of a session brings the prompt; later ones bring only what is new
+    (the observation), since the engine keeps the ids it sampled and their keys and
+    values. The engine folds the position into the seed, so that nothing else can change
+    the ids.
     """
 
-    session: Hashable
-    new_ids: np.ndarray
-    max_new_tokens: int
-    stop_ids: tuple[int, ...]
-    temperature: float
-    seed: tuple[int, ...]
+    session: Hashable  # name of the trajectory
+    new_ids: np.ndarray  # int32[N], N >= 1 for a first request; before what is sampled
+    max_new_tokens: int  # token limit of this turn
+    stop_ids: tuple[int, ...]  # sampling ends after one of these, part of the answer
+    temperature: float  # logits are divided by it; 0 takes the largest
+    seed: tuple[int, ...]  # run seed, phase, step, group, member and turn
 
 
 @dataclasses.dataclass(frozen=True)
 class Response:
-    """The answer to one request.
+    """The answer to one request."""
 
-    Attributes:
-      session: The request's session.
-      ids: int32[N], the sampled tokens, a stop token included.
-      logprobs: float32[N], log-probabilities at the request's temperature.
-      stopped: True where a stop id ended it, False at the token limit.
-      policy_version: The version that sampled every one of these tokens.
-    """
-
-    session: Hashable
-    ids: np.ndarray
-    logprobs: np.ndarray
-    stopped: bool
-    policy_version: int
+    session: Hashable  # the request's session
+    ids: np.ndarray  # int32[N], the sampled tokens, a stop token included
+    logprobs: np.ndarray  # float32[N], at the request's temperature
+    stopped: bool  # True where a stop id ended it, False at the token limit
+    policy_version: int  # version that sampled every one of these tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class ScoreRequest:
     """Positions of one trajectory to score.
 
-    Attributes:
-      session: Name of the trajectory. Later requests of it continue its tokens.
-      tokens: int32[N], all tokens of the trajectory so far.
-      positions: int32[M], M >= 1, ascending, each at or behind the end of the last
-        request's tokens (at least 1: nothing predicts position 0) and below N.
+    Positions are ascending, each at or behind the end of the last request's tokens (at
+    least 1: nothing predicts position 0) and below N.
     """
 
-    session: Hashable
-    tokens: np.ndarray
-    positions: np.ndarray
+    session: Hashable  # name of the trajectory, whose tokens later requests continue
+    tokens: np.ndarray  # int32[N], all tokens of the trajectory so far
+    positions: np.ndarray  # int32[M], M >= 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,16 +73,12 @@ class Scored:
 
         entry = log q(. | tokens[:position])
 
-    Attributes:
-      logprobs: float32[M, K]; of the token itself (K is 1), of the K likeliest ids, or
-        of all K ids.
-      ids: int32[M, K], the likeliest ids, best first; None in the other two cases.
-      session: The request's session, where an engine answers.
+    K is 1 for the token itself, the number of the likeliest ids, or that of all ids.
     """
 
-    logprobs: np.ndarray
-    ids: np.ndarray | None
-    session: Hashable = None
+    logprobs: np.ndarray  # float32[M, K]
+    ids: np.ndarray | None  # int32[M, K], the likeliest, best first; None: other cases
+    session: Hashable = None  # the request's session, where an engine answers
 
 
 class PassiveEngine(Protocol):
@@ -162,7 +140,10 @@ class RemoteEngine(Protocol):
     context_tokens: int  # the longest sequence a session may hold
 
     def connect(self, loop: asyncio.AbstractEventLoop, on_error: OnError) -> Connection:
-        """For a loop that does not run yet; `on_error` gets what ends them all."""
+        """A connection for an event loop that does not run yet.
+
+        `on_error` is called with what leaves nobody to ask.
+        """
 
 
 def connect(
@@ -181,21 +162,22 @@ class EngineDriver:
     to any thread but the driver's.
     """
 
+    name = "engine"  # of the thread
+
     def __init__(
         self,
         engine: PassiveEngine,
         loop: asyncio.AbstractEventLoop,
         on_error: OnError,
-        name: str = "engine",
     ):
-        """Starts a thread of that name; it tells `on_error` what the engine died of."""
+        """Starts the thread, which calls `on_error` with what the engine died of."""
         self._engine = engine
         self._loop = loop
         self._on_error = on_error
         self._waiting: dict[Hashable, asyncio.Future[Any]] = {}
         # What the thread shall do next, as functions; None ends it.
         self._inbox: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, daemon=True, name=name)
+        self._thread = threading.Thread(target=self._run, daemon=True, name=self.name)
         self._thread.start()
 
     async def ask(self, request: Any) -> Any:

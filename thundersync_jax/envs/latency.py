@@ -24,7 +24,7 @@ def draw(latency: LatencyConfig, attempt: Sequence[int], *call: int) -> float:
     """Returns seconds: 0, the median, or median · exp(sigma · z) with z ~ N(0, 1).
 
     Args:
-      latency: The distribution.
+      latency: Distribution of the wait.
       attempt: Non-negative integers that name the attempt, its member last; a
         straggler is member 0.
       call: Non-negative integers that name the call; equal names give equal waits.

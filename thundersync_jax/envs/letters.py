@@ -74,10 +74,7 @@ class LettersEnvironment:
         return Observation(_text(rng, length))
 
     async def verify(self) -> float:
-        """The share of a to z among the sampled bytes, or whether there is any.
-
-        0 where there are no bytes.
-        """
+        """The share of a to z among sampled bytes (0 of none), or if there is any."""
         read = [i for i in self._ids if i < BYTES]
         letters = sum(ord("a") <= i <= ord("z") for i in read)
         if self._options.verdict == "any":

@@ -9,16 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from thundersync_jax.config import model_folder
 from thundersync_jax.config.checks import require
 from thundersync_jax.config.model import ModelConfig
-from thundersync_jax.config.model_folder import (
-    CONFIG_FILE,
-    FAMILIES,
-    ROPE_NAMES,
-    SIZES,
-    Reader,
-    read_json,
-)
 from thundersync_jax.errors import ConfigError
 
 HEAD = "lm_head.weight"
@@ -54,11 +47,11 @@ def longest_context(model: ModelConfig) -> float:
     A linear or YaRN factor stretches the context of training, as in vLLM; Llama 3's is
     stretched already. Infinite where config.json does not say.
     """
-    path, rope = Path(model.path).expanduser() / CONFIG_FILE, model.rope
-    values = read_json(path)
-    most = math.inf
-    if values.get("max_position_embeddings") is not None:
-        most = Reader(path, values).number(values, "max_position_embeddings")
+    path, rope = Path(model.path).expanduser() / model_folder.CONFIG_FILE, model.rope
+    values = model_folder.read_json(path)
+    most, key = math.inf, "max_position_embeddings"
+    if values.get(key) is not None:
+        most = model_folder.Reader(path, values).number(values, key)
     if rope.kind == "linear":
         return most * rope.factor
     if rope.kind == "yarn":
@@ -71,10 +64,8 @@ def config_json(
 ) -> dict[str, Any]:
     """The config.json of a model, for transformers 4 and 5 and vLLM.
 
-    Args:
-      config: Shape of the model.
-      dtype: Dtype of the stored weights, as "bfloat16".
-      source: Content of a config.json that decides all else, such as end tokens.
+    `dtype` is that of the stored weights, as "bfloat16"; `source` a config.json that
+    decides all else, such as end tokens.
 
     Raises:
       ConfigError: No published family has such a model.
@@ -86,19 +77,19 @@ def config_json(
     other.pop("torch_dtype", None)
     rope = {"rope_type": "default", "rope_theta": config.rope_theta}
     context_tokens = _CONTEXT_TOKENS
-    if "original_tokens" in ROPE_NAMES[config.rope.kind]:
+    if "original_tokens" in model_folder.ROPE_NAMES[config.rope.kind]:
         context_tokens = round(config.rope.factor * config.rope.original_tokens)
     if config.rope.kind != "none":
         rope["rope_type"] = config.rope.kind
-        for field, key in ROPE_NAMES[config.rope.kind].items():
+        for field, key in model_folder.ROPE_NAMES[config.rope.kind].items():
             if (value := getattr(config.rope, field)) is not None:
                 rope[key] = value
     return {
         "max_position_embeddings": context_tokens,
         **other,
         "architectures": [name],
-        "model_type": FAMILIES[name].model_type,
-        **{key: getattr(config, field) for field, key in SIZES.items()},
+        "model_type": model_folder.FAMILIES[name].model_type,
+        **{key: getattr(config, field) for field, key in model_folder.SIZES.items()},
         "hidden_act": "silu",
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tied_embeddings,
@@ -154,7 +145,7 @@ def tensors(config: ModelConfig) -> list[Tensor]:
 
 
 def _family_of(config: ModelConfig) -> str:
-    for name, family in FAMILIES.items():
+    for name, family in model_folder.FAMILIES.items():
         if family[1:3] == (config.qk_norm, config.attention_bias):
             require(
                 name != "LlamaForCausalLM" or config.width % config.heads == 0,

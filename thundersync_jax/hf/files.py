@@ -120,13 +120,9 @@ def copy_part(
 ) -> None:
     """out[...] = stored.reshape(apart).transpose(axes)[part], cast to out's dtype.
 
-    Args:
-      tensor: The tensor to read.
-      apart: A shape of as many elements, whose axes are those of the file or cut one
-        of them in two.
-      axes: The axes of `apart` in the order of `out`.
-      part: One slice per axis of `out`, with steps of 1.
-      out: The array that is written, of the part's shape.
+    The shape `apart` has as many elements, its axes are those of the file or cut one of
+    them in two, and `axes` puts them in the order of `out`. `part` has one slice per
+    axis of `out`, with steps of 1, and the shape of `out`.
     """
     itemsize = DTYPES[tensor.dtype].itemsize
     rows_axis = axes.index(0)  # of `out`, along which the file is read

@@ -41,23 +41,56 @@ _WEIGHT_FILES = ("model.safetensors*", "model-*-of-*.safetensors*")
 _GENERATIONS = ("", "-b")
 
 
-def check(folder: str | os.PathLike, config: ModelConfig) -> None:
-    """Refuses a folder whose tensors are not this model's; only headers are read.
+def check(folder: str | os.PathLike, config: ModelConfig) -> dict[str, files.Stored]:
+    """The tensors of a folder, where they are this model's; only headers are read.
 
     Raises:
       ConfigError: A tensor is missing, not expected, of another shape, or of a dtype
         that cannot be read; or a file is torn.
     """
-    _checked(Path(folder).expanduser(), config)
+    folder = Path(folder).expanduser()
+    stored = files.stored(folder)
+    expected = {tensor.name: tensor.shape for tensor in families.tensors(config)}
+    if missing := [name for name in expected if name not in stored]:
+        raise ConfigError(
+            f"{folder} has no tensor {_few(missing)}, expected shape "
+            f"{list(expected[missing[0]])}: config.json tells of {config.layers} "
+            "layers. Download or save the folder again."
+        )
+    if config.tied_embeddings:
+        expected[families.HEAD] = expected[families.EMBEDDING]
+    ignored = families.IGNORED_END
+    extra = [n for n in stored if n not in expected and not n.endswith(ignored)]
+    if extra:
+        raise ConfigError(
+            f"{folder} has a tensor {_few(extra)} of shape "
+            f"{list(stored[extra[0]].shape)}, expected none of this name: the model of "
+            "config.json does not use it. Name the folder of a dense Qwen 2, 2.5 or 3 "
+            "or Llama 3 model."
+        )
+    for name, shape in expected.items():
+        if name not in stored:  # the head of tied embeddings
+            continue
+        tensor = stored[name]
+        require(
+            tensor.shape == shape,
+            f"tensor {name} of {tensor.path} has shape {list(tensor.shape)}",
+            f"{list(shape)}, as config.json tells",
+            "Correct config.json, or download the folder again.",
+        )
+        require(
+            tensor.dtype in files.DTYPES,
+            f"tensor {name} of {tensor.path} is stored as {tensor.dtype}",
+            "one of " + ", ".join(files.DTYPES),
+            "Name the folder of weights that are not quantized.",
+        )
+    return stored
 
 
 def load(folder: str | os.PathLike, config: ModelConfig, shardings: Any) -> Params:
     """The parameters of a Hugging Face folder, laid out over devices.
 
-    Args:
-      folder: The folder to read.
-      config: Model of the folder.
-      shardings: The tree of `transformer.init` with a sharding for each array.
+    `shardings` is the tree of `transformer.init` with a sharding for each array.
 
     Returns:
       The tree of `transformer.init`: float32 (float64 for float64 models).
@@ -65,7 +98,7 @@ def load(folder: str | os.PathLike, config: ModelConfig, shardings: Any) -> Para
     Raises:
       ConfigError: As `check`; nothing has been put on a device then.
     """
-    stored = _checked(Path(folder).expanduser(), config)
+    stored = check(folder, config)
     if config.tied_embeddings and families.HEAD in stored:
         require(
             files.equal(stored[families.EMBEDDING], stored[families.HEAD]),
@@ -176,45 +209,6 @@ def write_tensors(
         for path in folder.glob(pattern):
             if path.name not in names:
                 path.unlink()
-
-
-def _checked(folder: Path, config: ModelConfig) -> dict[str, files.Stored]:
-    stored = files.stored(folder)
-    expected = {tensor.name: tensor.shape for tensor in families.tensors(config)}
-    if missing := [name for name in expected if name not in stored]:
-        raise ConfigError(
-            f"{folder} has no tensor {_few(missing)}, expected shape "
-            f"{list(expected[missing[0]])}: config.json tells of {config.layers} "
-            "layers. Download or save the folder again."
-        )
-    if config.tied_embeddings:
-        expected[families.HEAD] = expected[families.EMBEDDING]
-    ignored = families.IGNORED_END
-    extra = [n for n in stored if n not in expected and not n.endswith(ignored)]
-    if extra:
-        raise ConfigError(
-            f"{folder} has a tensor {_few(extra)} of shape "
-            f"{list(stored[extra[0]].shape)}, expected none of this name: the model of "
-            "config.json does not use it. Name the folder of a dense Qwen 2, 2.5 or 3 "
-            "or Llama 3 model."
-        )
-    for name, shape in expected.items():
-        if name not in stored:  # the head of tied embeddings
-            continue
-        tensor = stored[name]
-        require(
-            tensor.shape == shape,
-            f"tensor {name} of {tensor.path} has shape {list(tensor.shape)}",
-            f"{list(shape)}, as config.json tells",
-            "Correct config.json, or download the folder again.",
-        )
-        require(
-            tensor.dtype in files.DTYPES,
-            f"tensor {name} of {tensor.path} is stored as {tensor.dtype}",
-            "one of " + ", ".join(files.DTYPES),
-            "Name the folder of weights that are not quantized.",
-        )
-    return stored
 
 
 def _few(names: Sequence[str]) -> str:

@@ -1,11 +1,10 @@
 """One attempt as a coroutine: prompt, turns of action and observation, verdict.
 
-Three phases. `act` ends when the tokens are final; `scored` waits for what a teacher,
-where there is one, still has to say of them; `verify` asks for the verdict. The latter
-two have no claim on the engine. A turn is scored while its tool call runs. How a policy
-ends (finished, length, turn limit, context overflow) is its own doing, verified and
-rewarded; what a component breaks is a `Stopped`. Slots, retries and deadlines of a step
-belong to the pool.
+`act` ends when the tokens are final, `scored` when a teacher, where there is one, has
+said what it has to (a turn is scored while its tool call runs), `verify` with the
+verdict; the latter two have no claim on the engine. How a policy ends is its own doing,
+verified and rewarded; what a component breaks is a `Stopped`. Slots, retries and
+deadlines of a step belong to the pool.
 """
 
 import asyncio

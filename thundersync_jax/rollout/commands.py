@@ -36,16 +36,11 @@ class Stopped(Exception):
 
 
 class Commands:
-    """Runs commands and keeps count of those that ignore their cancellation.
-
-    Attributes:
-      stopping: Cancelled commands that have not ended.
-      abandoned: Number of commands that outlived the grace period.
-    """
+    """Runs commands and keeps count of those that ignore their cancellation."""
 
     def __init__(self):
-        self.stopping: set[asyncio.Task] = set()
-        self.abandoned = 0
+        self.stopping: set[asyncio.Task] = set()  # cancelled, and not ended yet
+        self.abandoned = 0  # commands so far that outlived the grace period
 
     async def run(
         self, function: Callable[[], Awaitable[Any]], limit_secs: float, name: str

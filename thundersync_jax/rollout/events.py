@@ -29,17 +29,14 @@ class Job:
 class Turn:
     """A teacher has scored an action; its tool call may still run.
 
-    Attributes:
-      key: Key with the attempt. A later attempt's turns begin anew.
-      turn: Number of the action, from 0.
-      start: Index of the first token since the last action: 0 for the first turn, and
-        then that of the observation before this one.
-      trajectory: The tokens up to the action's end, with `teacher` scores of every
-        action so far. Its stop reason is open, and so is the credit of this turn.
+    The trajectory has the tokens up to the action's end, with `teacher` scores of every
+    action so far. Its stop reason is open, and so is the credit of this turn.
     """
 
-    key: TrajectoryKey
-    turn: int
+    key: TrajectoryKey  # with the attempt; a later attempt's turns begin anew
+    turn: int  # number of the action, from 0
+    # Index of the first token since the last action: 0 for the first turn, and then
+    # that of the observation before this one.
     start: int
     trajectory: Trajectory
     secs: float = _now()
@@ -66,19 +63,12 @@ class Rewarded:
 
 @dataclasses.dataclass(frozen=True)
 class Failed:
-    """A member without a verdict, before or after its `Completed`.
+    """A member without a verdict, before or after its `Completed`."""
 
-    Attributes:
-      key: Key with the last attempt.
-      stop_reason: Kind of the failure; CONTEXT_OVERFLOW is a prompt without room.
-      reason: One line that names what was stopped.
-      trajectory: The tokens up to there; None where not even the prompt is known.
-    """
-
-    key: TrajectoryKey
-    stop_reason: StopReason
-    reason: str
-    trajectory: Trajectory | None = None
+    key: TrajectoryKey  # with the last attempt
+    stop_reason: StopReason  # CONTEXT_OVERFLOW is a prompt without room
+    reason: str  # one line that names what was stopped
+    trajectory: Trajectory | None = None  # None where not even the prompt is known
     secs: float = _now()
 
 

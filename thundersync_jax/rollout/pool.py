@@ -25,15 +25,8 @@ from thundersync_jax.chat.byte_level import ByteLevel
 from thundersync_jax.config import RolloutConfig
 from thundersync_jax.engines.base import Engine, RemoteEngine, connect
 from thundersync_jax.envs.base import Environment
+from thundersync_jax.rollout import commands
 from thundersync_jax.rollout.agent import PHASES, WAITING, Agent
-from thundersync_jax.rollout.commands import (
-    GRACE_SECS,
-    PING_SECS,
-    Commands,
-    LoopWatch,
-    Stopped,
-    end_tasks,
-)
 from thundersync_jax.rollout.events import Completed, Event, Failed, Job, Rewarded
 from thundersync_jax.rollout.teacher import MakeTeacher
 from thundersync_jax.types import Span, StopReason, TrajectoryKey
@@ -118,14 +111,14 @@ class RolloutPool:
         self._ended: tuple[StopReason, str] | None = None  # the batch, and by what
         self._slots = asyncio.Semaphore(limits.slots)
         self._verifiers = asyncio.Semaphore(limits.verify_concurrency)
-        self._commands = Commands()
+        self._commands = commands.Commands()
         self._loop = asyncio.new_event_loop()
         self._loop.set_exception_handler(self._report)
         self._teacher = make_teacher(self._loop, self._die) if make_teacher else None
         self._driver = connect(engine, self._loop, self._die)
         run = self._run_loop
         self._thread = threading.Thread(target=run, daemon=True, name="rollouts")
-        self._watch = LoopWatch(self._loop, self._thread, blocked_secs)
+        self._watch = commands.LoopWatch(self._loop, self._thread, blocked_secs)
         self._thread.start()
 
     @property
@@ -192,7 +185,7 @@ class RolloutPool:
         while self.outstanding:
             left = max(0.0, end - time.monotonic())
             try:
-                event = self._events.get(timeout=min(left, PING_SECS))
+                event = self._events.get(timeout=min(left, commands.PING_SECS))
             except queue.Empty:
                 with self._original_error():
                     self._watch.look()
@@ -263,7 +256,7 @@ class RolloutPool:
         except BaseException as error:
             self._die(error)
         finally:
-            end_tasks(self._loop, GRACE_SECS)
+            commands.end_tasks(self._loop, commands.GRACE_SECS)
             self._loop.close()
 
     def _begin(self, members: dict[TrajectoryKey, Member]) -> None:
@@ -298,7 +291,7 @@ class RolloutPool:
                 # Outside the slots, as the verdict: a teacher holds up no decoding.
                 trajectory = await agent.scored(trajectory)
                 break
-            except Stopped as stopped:
+            except commands.Stopped as stopped:
                 if attempt + 1 == attempts or stopped.stop_reason not in RETRIED:
                     self._fail(member, stopped.stop_reason, stopped.reason)
                     return
@@ -306,7 +299,7 @@ class RolloutPool:
         try:
             async with self._verifiers:
                 reward = await agent.verify()
-        except Stopped as stopped:
+        except commands.Stopped as stopped:
             self._fail(member, stopped.stop_reason, stopped.reason)
             return
         trajectory = dataclasses.replace(

@@ -126,11 +126,8 @@ class Recorder:
             )
         entries = logprobs.shape[1]
         if self._teacher is None:
-            self._teacher = TeacherScores(
-                np.zeros((0, entries), np.float32),
-                None if ids is None else np.zeros((0, entries), np.int32),
-                np.zeros(0, bool),
-            )
+            no_ids = None if ids is None else ids[:0]
+            self._teacher = TeacherScores(logprobs[:0], no_ids, np.zeros(0, bool))
         kept = self._room()
         if kept.logprobs.shape[1] != entries or (kept.ids is None) != (ids is None):
             raise ValueError(

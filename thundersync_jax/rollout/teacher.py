@@ -14,12 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from thundersync_jax.engines.base import (
-    EngineDriver,
-    PassiveEngine,
-    Scored,
-    ScoreRequest,
-)
+from thundersync_jax.engines.base import EngineDriver, OnError, Scored, ScoreRequest
 from thundersync_jax.errors import ConfigError, one_line
 from thundersync_jax.rollout.commands import Stopped
 from thundersync_jax.rollout.events import Turn
@@ -47,21 +42,13 @@ class Teacher(Protocol):
 
 
 # (the event loop, a function to call with what the teacher died of) -> a teacher
-MakeTeacher = Callable[
-    [asyncio.AbstractEventLoop, Callable[[BaseException], None]], Teacher
-]
+MakeTeacher = Callable[[asyncio.AbstractEventLoop, OnError], Teacher]
 
 
 class LocalTeacher(EngineDriver):
-    """A passive scoring engine and its thread, named "teacher"."""
+    """A passive scoring engine and its thread."""
 
-    def __init__(
-        self,
-        engine: PassiveEngine,
-        loop: asyncio.AbstractEventLoop,
-        on_error: Callable[[BaseException], None],
-    ):
-        super().__init__(engine, loop, on_error, name="teacher")
+    name = "teacher"
 
     async def logprobs(
         self, session: Hashable, tokens: np.ndarray, positions: np.ndarray
@@ -72,18 +59,14 @@ class LocalTeacher(EngineDriver):
 
 @dataclasses.dataclass(eq=False)
 class TurnScorer:
-    """A task: the turns of one attempt go through a teacher, one after the other.
-
-    Attributes:
-      turn: Number of the turn that is being scored, or comes next.
-    """
+    """A task: the turns of one attempt go through a teacher, one after the other."""
 
     teacher: Teacher
     session: Hashable  # the engine's name for the attempt
     recorder: Recorder  # keeps the scores
     on_scored: Callable[[Turn, float], None]  # a turn, monotonic seconds of its sending
     on_failed: Callable[[], None]  # called where `raise_error` raises from now on
-    turn: int = 0
+    turn: int = 0  # number of the turn that is being scored, or comes next
 
     def __post_init__(self):
         self._stopped = False
@@ -153,11 +136,8 @@ def check_vocabulary(
     (huggingface/trl#4562), and two of unequal width the same, padded differently
     (huggingface/trl#2215): what counts is the content.
 
-    Args:
-      student: Id of every token of the student, special ones included.
-      teacher: Id of every token of the teacher, special ones included.
-      student_width: Rows of the student's embedding, padding included.
-      teacher_width: Rows of the teacher's embedding, padding included.
+    Both vocabularies hold the id of every token, special ones included; a width is the
+    rows of an embedding, padding included.
 
     Returns:
       The ids over which both are normalised: the smaller width. Padding rows below it

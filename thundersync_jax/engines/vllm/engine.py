@@ -31,6 +31,7 @@ class Published(NamedTuple):
 Publish = Callable[[Any, int, Sequence["Server"]], Published]
 
 
+@dataclasses.dataclass(eq=False)
 class Server:
     """One server, and calls that wait for its answer.
 
@@ -39,13 +40,11 @@ class Server:
     answers something else.
     """
 
-    def __init__(self, address: str, timeout_secs: float):
-        """Sends nothing yet; the address is as http://localhost:8000."""
-        self.address = address.rstrip("/")
-        self.timeout_secs = timeout_secs  # deadline of a call
+    address: str  # as http://localhost:8000
+    timeout_secs: float  # deadline of a call
 
-    def __repr__(self) -> str:
-        return f"Server({self.address!r})"
+    def __post_init__(self):
+        self.address = self.address.rstrip("/")
 
     def health(self) -> None:
         """Returns where the server is well."""
@@ -91,15 +90,10 @@ class Server:
         seed: int,
         stop_ids: Sequence[int] = (),
     ) -> wire.Completion:
-        """Samples one turn.
+        """Samples one turn of at most `max_tokens`, of as many without `stop_ids`.
 
-        Args:
-          prompt: int[N], the prompt's tokens.
-          max_tokens: Most tokens of the answer; without `stop_ids`, exactly so many.
-          temperature: Of sampling, and of the log-probabilities where the server runs
-            with --logprobs-mode processed_logprobs. 0 takes the largest.
-          seed: 0 .. 2^63 - 1.
-          stop_ids: Any of them ends the answer.
+        The temperature (0 takes the largest) is that of the log-probabilities too where
+        the server runs with --logprobs-mode processed_logprobs. Seeds are below 2^63.
         """
         body = wire.completion_request(
             self.models().name,
@@ -142,12 +136,9 @@ class Server:
 def check(
     servers: Sequence[Server], context_tokens: int, development: bool
 ) -> dict[Server, wire.ServedModel]:
-    """Asks every server what it serves; all have to be well.
+    """Asks every server what it serves, and for its development mode where needed.
 
-    Args:
-      servers: The servers to ask.
-      context_tokens: Longest sequence of a request, its answer included.
-      development: Whether the servers' development mode is needed.
+    `context_tokens` is the longest sequence of a request, its answer included.
 
     Raises:
       ConfigError: A server does not answer, or cannot do what is needed.
@@ -186,45 +177,22 @@ def _check_development(server: Server) -> None:
         ) from error
 
 
+@dataclasses.dataclass(eq=False)
 class VLLMEngine:
-    """A `RemoteEngine` of vLLM servers.
+    """A `RemoteEngine` of vLLM servers; ConfigError where one cannot do its part."""
 
-    Attributes:
-      context_tokens: Longest sequence of a session.
-      servers: The server of each address.
-      vocab_size: Number of ids of the model; others are refused.
-      publish: Brings parameters to servers.
-    """
+    settings: VLLMConfig  # addresses of the servers, and how long to wait for them
+    context_tokens: int  # longest sequence of a session
+    vocab_size: int  # number of ids of the model; others are refused
+    # Called by the pool's `update`, with no request outstanding. An exception is the
+    # pool's.
+    publish: Publish
+    on_line: Callable[[str], None] = print  # a line about every server taken out
 
-    def __init__(
-        self,
-        settings: VLLMConfig,
-        context_tokens: int,
-        vocab_size: int,
-        publish: Publish,
-        on_line: Callable[[str], None] = print,
-    ):
-        """Asks all servers whether they can do what is needed.
-
-        Args:
-          settings: Addresses of the servers, and how long to wait for them.
-          context_tokens: Longest sequence of a session.
-          vocab_size: Number of ids of the model; others are refused.
-          publish: Called by the pool's `update`, with no request outstanding. An
-            exception is the pool's.
-          on_line: Called with a line about every server that is taken out.
-
-        Raises:
-          ConfigError: A server is not there or was started otherwise than is needed.
-        """
-        self.context_tokens = context_tokens
-        timeout_secs = settings.publish_timeout_secs
-        self.servers = [Server(a, timeout_secs) for a in settings.servers]
-        self._models = check(self.servers, context_tokens, development=True)
-        self._settings = settings
-        self.vocab_size = vocab_size
-        self.publish = publish
-        self._on_line = on_line
+    def __post_init__(self):
+        timeout_secs = self.settings.publish_timeout_secs
+        self.servers = [Server(a, timeout_secs) for a in self.settings.servers]
+        self._models = check(self.servers, self.context_tokens, development=True)
         self._connected: Servers | None = None
 
     @property
@@ -238,32 +206,29 @@ class VLLMEngine:
         """As `RemoteEngine` says."""
         self._connected = Servers(
             {server.address: model.name for server, model in self._models.items()},
-            timeout_secs=self._settings.request_timeout_secs,
-            attempts=self._settings.attempts,
+            timeout_secs=self.settings.request_timeout_secs,
+            attempts=self.settings.attempts,
             loop=loop,
             on_error=on_error,
-            on_line=self._on_line,
+            on_line=self.on_line,
         )
         return VLLMConnection(self, self._connected)
 
 
 @dataclasses.dataclass(eq=False)
 class _Session:
-    """Ids so far, and how many turns of them were sampled."""
-
     ids: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
-    turns: int = 0
+    turns: int = 0  # how many of the ids' turns were sampled
 
 
+@dataclasses.dataclass(eq=False)
 class VLLMConnection:
     """A `Connection` to vLLM servers; `update` and `close` wait, nothing else."""
 
-    def __init__(self, engine: VLLMEngine, servers: Servers):
-        """See `VLLMEngine.connect`."""
-        self._engine = engine
-        self._servers = servers
-        self._policy_version: int | None = None
-        self._sessions: dict[Hashable, _Session] = {}
+    _engine: VLLMEngine
+    _servers: Servers
+    _policy_version: int | None = None  # of the last publication
+    _sessions: dict[Hashable, _Session] = dataclasses.field(default_factory=dict)
 
     async def sample(self, request: Request) -> Response:
         """Waits for one turn, tried on other servers where one fails.

@@ -8,6 +8,7 @@ is the learner's own judgement: a server must give a fixed prompt, and tokens th
 samples behind it, the learner's log-probabilities.
 """
 
+import dataclasses
 import functools
 import uuid
 from collections.abc import Callable, Sequence
@@ -43,56 +44,44 @@ class Probe(NamedTuple):
     )  # float32[N - 1], log-probabilities of the prompt's, but the first
 
 
+@dataclasses.dataclass(eq=False)
 class Publisher:
     """Brings parameters to servers, and makes sure that they arrived.
+
+    Raises ConfigError where the servers' folder holds another model, or none.
 
     Attributes:
       difference: Nats, the last probe's largest difference of any server's
         log-probabilities from the learner's.
     """
 
-    def __init__(
-        self,
-        settings: VLLMConfig,
-        model: ModelConfig,
-        context_tokens: int,
-        on_line: Callable[[str], None] = print,
-    ):
-        """Prepares the probe.
+    settings: VLLMConfig  # folder and dtype of the servers, and the tolerance
+    model: ModelConfig  # shape of the policy
+    context_tokens: int  # longest sequence that the servers take
+    on_line: Callable[[str], None] = print  # a line about the first probe
 
-        Args:
-          settings: Folder and dtype of the servers, and the tolerance.
-          model: Shape of the policy.
-          context_tokens: Longest sequence that the servers take.
-          on_line: Called with a line about the first probe.
-
-        Raises:
-          ConfigError: The folder holds another model, or none.
-        """
+    def __post_init__(self):
+        settings, vocab_size = self.settings, self.model.vocab_size
         self._folder, self._dtype = settings.weights_dir, settings.dtype
         self._tolerance = settings.probe_tolerance or _TOLERANCE[settings.dtype]
-        self._served = _served(self._folder, model)
-        self._on_line = on_line
+        self._served = _served(self._folder, self.model)
         self._run = uuid.uuid4().hex[:8]  # another trainer's weights have other names
         self._count = 0
         self.difference = float("nan")
-        prompt = max(1, min(_PROMPT_TOKENS, context_tokens - _SAMPLED_TOKENS))
-        ids = np.random.default_rng(0).integers(0, model.vocab_size, prompt)
+        prompt = max(1, min(_PROMPT_TOKENS, self.context_tokens - _SAMPLED_TOKENS))
+        ids = np.random.default_rng(0).integers(0, vocab_size, prompt)
         self._prompt = ids.astype(np.int32)
-        self._sampled_tokens = min(_SAMPLED_TOKENS, context_tokens - prompt)
-        self._learner = jax.jit(
-            functools.partial(base.logprobs, transformer.Transformer(model))
-        )
+        self._sampled_tokens = min(_SAMPLED_TOKENS, self.context_tokens - prompt)
+        learner = transformer.Transformer(self.model)
+        self._learner = jax.jit(functools.partial(base.logprobs, learner))
 
     def publish(
         self, params: Params, version: int, servers: Sequence[Server]
     ) -> Published:
-        """Gives servers the parameters.
+        """Gives servers the policy's parameters, which lie on the learner's devices.
 
-        Args:
-          params: Parameters of the policy, on the learner's devices.
-          version: Policy version, part of the weights' name.
-          servers: The sampling servers. None answers a trajectory meanwhile.
+        No server answers a trajectory meanwhile. The policy version is part of the
+        weights' name.
 
         Raises:
           ServerError: A server refused the weights, or answers by others.
@@ -100,11 +89,13 @@ class Publisher:
         if self._count or not servers:
             return self._deliver(params, version, servers)
         # Servers start with these very parameters, which proves no reload: they have to
-        # follow others first.
-        lost = self._deliver(_others(params), version, servers).lost
+        # follow others first, whose log-probabilities nobody takes for theirs.
+        names = {"embed", "unembed"} & params.keys()
+        others = params | {name: params[name][::-1] for name in names}
+        lost = self._deliver(others, version, servers).lost
         servers = [server for server in servers if server not in lost]
         published = self._deliver(params, version, servers)
-        self._on_line(
+        self.on_line(
             f"{len(servers)} servers hold the policy: log-probabilities within "
             f"{self.difference:.1e} nats of the learner's, at most {self._tolerance:g} "
             "is allowed"
@@ -206,12 +197,6 @@ def _update(server: Server, name: str) -> None:
             f"{server.address} has weights {version!r} right after an update to "
             f"{name!r}; does another trainer use it? Give each its own servers."
         )
-
-
-def _others(params: Params) -> Params:
-    """Parameters whose log-probabilities nobody takes for those of `params`."""
-    names = {"embed", "unembed"} & params.keys()
-    return params | {name: params[name][::-1] for name in names}
 
 
 def _served(folder: str, model: ModelConfig) -> ModelConfig:

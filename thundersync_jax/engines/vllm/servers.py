@@ -74,11 +74,8 @@ class Servers:
     ) -> Answer:
         """Waits for the answer to one request, from servers of `weight_version` only.
 
-        Args:
-          session: Session that the request belongs to.
-          name: Name of the request in logs; the number of the try is added.
-          body: Makes the request for a served model's name.
-          read: Reads an answer; WrongAnswer where it is none.
+        `body` makes the request for a served model's name, and `read` reads an answer,
+        or raises WrongAnswer. The request's `name` is for logs, where its try is added.
 
         Raises:
           ValueError: It was refused, or has failed as often as allowed.

@@ -7,6 +7,7 @@ Numbers are normalised over all rows of the served model, its padding included.
 """
 
 import asyncio
+import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -20,58 +21,44 @@ from thundersync_jax.engines.vllm.servers import Servers
 from thundersync_jax.errors import ConfigError
 
 
+@dataclasses.dataclass(eq=False)
 class VLLMTeacher:
     """What a remote teacher is asked for; `connect` puts it into an event loop.
 
-    Attributes:
-      tokens_run: Number of tokens that were sent to be scored so far.
-      top_k: Number of likeliest ids of a position; 0: the token's own score.
-      width: Number of ids that policy and teacher share.
+    Raises ConfigError where that cannot be, or where a server is not there or cannot do
+    it: all are asked at once.
     """
 
-    def __init__(
-        self,
-        addresses: Sequence[str],
-        *,
-        kind: Literal["sampled", "top_k", "full"],
-        top_k: int,
-        width: int,
-        temperature: float,
-        context_tokens: int,
-        timeout_secs: float,
-        attempts: int = 2,
-        on_line: Callable[[str], None] = print,
-    ):
-        """Asks all servers whether they can do what is needed.
+    addresses: Sequence[str]  # of the servers, each as http://localhost:8000
+    _: dataclasses.KW_ONLY
+    # Scores of a position: the log-probability of the token itself, or the likeliest
+    # ids with theirs.
+    kind: Literal["sampled", "top_k", "full"]
+    top_k: int  # number of likeliest ids, below `width`; unused by other kinds
+    width: int  # number of ids that policy and teacher share, padding left out
+    temperature: float  # of the rollout
+    context_tokens: int  # longest sequence of a session
+    timeout_secs: float  # deadline of one try
+    attempts: int = 2  # most tries of a turn
+    on_line: Callable[[str], None] = print  # a line about every server taken out
 
-        Args:
-          addresses: Addresses of the servers, each as http://localhost:8000.
-          kind: Scores of a position: the log-probability of the token itself, or the
-            `top_k` likeliest ids with theirs.
-          top_k: Number of likeliest ids of kind "top_k", below `width`.
-          width: Number of ids that policy and teacher share, padding left out.
-          temperature: Temperature of the rollout.
-          context_tokens: Longest sequence of a session.
-          timeout_secs: Deadline of one try.
-          attempts: Most tries of a turn.
-          on_line: Called with a line about every server that is taken out.
-
-        Raises:
-          ConfigError: It cannot be, or a server is not there or cannot do it.
-        """
-        _check(kind, top_k, width, temperature)
-        self.tokens_run = 0
-        self.top_k = top_k if kind == "top_k" else 0
-        self.width = width
-        self._timeout_secs = timeout_secs
-        self._attempts = attempts
-        self._on_line = on_line
-        servers = [Server(address, timeout_secs) for address in addresses]
+    def __post_init__(self):
+        _check(self.kind, self.top_k, self.width, self.temperature)
+        self.tokens_run = 0  # tokens that were sent to be scored so far
+        if self.kind != "top_k":
+            self.top_k = 0
+        servers = [Server(address, self.timeout_secs) for address in self.addresses]
         # One token is sampled behind those that are scored.
-        models = check(servers, context_tokens + 1, development=False)
+        models = check(servers, self.context_tokens + 1, development=False)
         self._models = {server.address: model.name for server, model in models.items()}
         for server in servers:
-            self._check_server(server)
+            try:
+                server.score(np.zeros(2, np.int32), self.top_k)
+            except (ConnectionError, ValueError) as error:
+                raise ConfigError(
+                    f"{error}; expected the scores of a prompt. Start that server with "
+                    f"--max-logprobs {self.top_k or 1} or more."
+                ) from error
 
     def connect(
         self, loop: asyncio.AbstractEventLoop, on_error: Callable[[BaseException], None]
@@ -79,31 +66,21 @@ class VLLMTeacher:
         """As `rollout.teacher.MakeTeacher` says."""
         servers = Servers(
             self._models,
-            timeout_secs=self._timeout_secs,
-            attempts=self._attempts,
+            timeout_secs=self.timeout_secs,
+            attempts=self.attempts,
             loop=loop,
             on_error=on_error,
-            on_line=self._on_line,
+            on_line=self.on_line,
         )
         return VLLMTeacherConnection(self, servers)
 
-    def _check_server(self, server: Server) -> None:
-        try:
-            server.score(np.zeros(2, np.int32), self.top_k)
-        except (ConnectionError, ValueError) as error:
-            raise ConfigError(
-                f"{error}; expected the scores of a prompt. Start that server with "
-                f"--max-logprobs {self.top_k or 1} or more."
-            ) from error
 
-
+@dataclasses.dataclass(eq=False)
 class VLLMTeacherConnection:
     """A `Teacher` for one event loop."""
 
-    def __init__(self, teacher: VLLMTeacher, servers: Servers):
-        """See `VLLMTeacher.connect`."""
-        self._teacher = teacher
-        self._servers = servers
+    _teacher: VLLMTeacher
+    _servers: Servers
 
     async def logprobs(
         self, session: Hashable, tokens: np.ndarray, positions: np.ndarray

@@ -198,12 +198,7 @@ def read_completion(
 def read_scores(
     answer: Any, prompt: np.ndarray, positions: np.ndarray
 ) -> tuple[np.ndarray, list[Mapping[str, Any]]]:
-    """Reads an answer to `scoring_request`.
-
-    Args:
-      answer: JSON value of the response.
-      prompt: int[N], the prompt that was sent.
-      positions: int[M], the scored positions, each from 1 to N - 1.
+    """Reads an answer to `scoring_request` of int[N] at int[M] positions, 1 to N - 1.
 
     Returns:
       float32[M], log q(prompt[p] | prompt[:p]), and the whole table of every position:
@@ -322,11 +317,7 @@ def _httpx() -> ModuleType:
 
 
 def _client_settings() -> dict[str, Any]:
-    limits = _httpx().Limits(
-        max_connections=None,
-        max_keepalive_connections=None,
-        keepalive_expiry=KEEP_SECS,
-    )
+    limits = _httpx().Limits(keepalive_expiry=KEEP_SECS)
     # No proxy of the environment: servers stand beside the learner.
     return {"trust_env": False, "verify": _tls(), "limits": limits}
 
