@@ -265,7 +265,9 @@ def _piece(tensor: families.Tensor, params: Params, dtype: np.dtype) -> files.Pi
         # Narrow casts run on the device: half as many bytes come to the host.
         on_device = dtype if dtype.itemsize < leaf.dtype.itemsize else leaf.dtype
         layer = None if tensor.layer is None else np.int32(tensor.layer)
-        array = np.asarray(_one_layer(leaf, layer, on_device)).astype(dtype, copy=False)
+        array = np.asarray(_cast_layer(leaf, layer, on_device)).astype(
+            dtype, copy=False
+        )
         if not np.isfinite(array).all():
             raise ValueError(
                 f"{tensor.name} is not finite in {dtype}; nothing is saved. A wider "
@@ -277,7 +279,7 @@ def _piece(tensor: families.Tensor, params: Params, dtype: np.dtype) -> files.Pi
 
 
 @jax.jit(static_argnums=2)
-def _one_layer(leaf, layer, dtype):
+def _cast_layer(leaf, layer, dtype):
     return (leaf if layer is None else leaf[layer]).astype(dtype)
 
 

@@ -98,7 +98,7 @@ class LoopWatch:
     blocked_secs: float  # silence of the loop after which it counts as blocked
 
     def __post_init__(self):
-        self._asked_secs = 0.0
+        self._pinged_secs = 0.0
         self._answered = threading.Event()
         self._answered.set()
 
@@ -110,12 +110,12 @@ class LoopWatch:
         """
         now = time.monotonic()
         if self._answered.is_set():
-            if now - self._asked_secs >= PING_SECS:
-                self._asked_secs = now
+            if now - self._pinged_secs >= PING_SECS:
+                self._pinged_secs = now
                 self._answered.clear()
                 self.loop.call_soon_threadsafe(self._answered.set)
             return
-        if now - self._asked_secs <= self.blocked_secs:
+        if now - self._pinged_secs <= self.blocked_secs:
             return
         # Not at once: this whole process may have been suspended.
         if not self._answered.wait(_LAST_CHANCE_SECS):

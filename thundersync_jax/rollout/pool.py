@@ -161,9 +161,8 @@ class RolloutPool:
         self._raise_if_dead()
         version = self._policy_version
         if version is None or version != policy_version:
-            running = (
-                "none runs" if version is None else f"the running one has {version}"
-            )
+            none = version is None
+            running = "none runs" if none else f"the running one has {version}"
             raise ValueError(
                 f"members of policy version {policy_version} find no batch to join: "
                 f"{running}. start() begins one."
@@ -174,7 +173,9 @@ class RolloutPool:
         self._in_loop(self._join, members)
 
     def next_event(self, timeout_secs: float) -> Event | None:
-        """Returns the next event; None after the timeout, on `wake`, or at the end.
+        """Returns the next event; None after the timeout, or on `wake`.
+
+        Nothing is waited for where nothing is outstanding.
 
         Raises:
           BaseException: What a thread of the pool died of, with its own traceback.
@@ -328,8 +329,8 @@ class RolloutPool:
         return agent
 
     def _fail(self, member: Member, stop_reason: StopReason, reason: str) -> None:
-        agent, key = member.agent, member.job.key
-        failed = agent.failed if agent else partial(Failed, key)
+        agent = member.agent
+        failed = agent.failed if agent else partial(Failed, member.job.key)
         self._tell(member, failed(stop_reason, reason))
 
     def _tell(self, member: Member, event: Event) -> None:

@@ -52,9 +52,8 @@ class Server:
 
     def models(self) -> wire.ServedModel:
         """What it serves."""
-        return wire.read_model(
-            self._call("GET", "/v1/models", timeout_secs=HEALTH_SECS)
-        )
+        answer = self._call("GET", "/v1/models", timeout_secs=HEALTH_SECS)
+        return wire.read_model(answer)
 
     def weight_version(self) -> str:
         """What `set_weight_version` was given last; "default" before."""
@@ -90,7 +89,7 @@ class Server:
         seed: int,
         stop_ids: Sequence[int] = (),
     ) -> wire.Completion:
-        """Samples one turn of at most `max_tokens`, of as many without `stop_ids`.
+        """Samples one turn of at most `max_tokens`; exactly so many without `stop_ids`.
 
         The temperature (0 takes the largest) is that of the log-probabilities too where
         the server runs with --logprobs-mode processed_logprobs. Seeds are below 2^63.
@@ -167,13 +166,11 @@ def _check_development(server: Server) -> None:
     try:
         server.weight_version()
     except (ConnectionError, ValueError) as error:
-        way_out = "Restart that server."
+        hint = "Restart that server."
         if isinstance(error, wire.RefusedRequest):
-            way_out = (
-                "Start that server with VLLM_SERVER_DEV_MODE=1 in its environment."
-            )
+            hint = "Start that server with VLLM_SERVER_DEV_MODE=1 in its environment."
         raise ConfigError(
-            f"{error}; expected the version of its weights. {way_out}"
+            f"{error}; expected the version of its weights. {hint}"
         ) from error
 
 
@@ -218,7 +215,7 @@ class VLLMEngine:
 @dataclasses.dataclass(eq=False)
 class _Session:
     ids: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
-    turns: int = 0  # how many of the ids' turns were sampled
+    turns: int = 0  # sampled so far
 
 
 @dataclasses.dataclass(eq=False)
