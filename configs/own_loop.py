@@ -2,10 +2,9 @@
 
     python configs/own_loop.py
 
-The trainer takes three of them as settings: `--config.loss.surrogate=own_loop:loss`,
-`--config.loss.advantage=own_loop:advantage` and
-`--config.optim.factory=own_loop:optimizer`
-beside `--config=configs/own_task.py`.
+The first three as settings, in the loop of the package:
+
+    python -m thundersync_jax.train --config=configs/own_loop.py --workdir=runs/own
 """
 
 import sys
@@ -17,6 +16,7 @@ import optax
 import own_task
 
 from thundersync_jax import Surrogate
+from thundersync_jax.config.settings import replace
 from thundersync_jax.ops.advantages import Estimator
 from thundersync_jax.run import state
 from thundersync_jax.run.run import Run
@@ -41,6 +41,15 @@ def advantage(settings):
 
 def optimizer(settings, schedule):
     return optax.lion(schedule, weight_decay=settings.weight_decay)
+
+
+def get_config(variant=None):
+    names = {
+        "loss.surrogate": "own_loop:loss",
+        "loss.advantage": "own_loop:advantage",
+        "optim.factory": "own_loop:optimizer",
+    }
+    return replace(own_task.get_config(variant), names)
 
 
 def train(config, workdir, **hooks):
