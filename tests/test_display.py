@@ -11,7 +11,7 @@ import pytest
 from thundersync_jax.chat import byte_level
 from thundersync_jax.envs.base import Action
 from thundersync_jax.metrics.timing import Progress, RunProgress
-from thundersync_jax.run.heldout import Evaluation, wilson_interval
+from thundersync_jax.run.step import Evaluation, wilson_interval
 from thundersync_jax.types import StopReason, Trajectory, TrajectoryKey
 from thundersync_jax.view.display import Display, StepRow, progress_line
 

@@ -12,7 +12,7 @@ from thundersync_jax import train
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.evaluate import evaluate
 from thundersync_jax.metrics.writer import read
-from thundersync_jax.run.heldout import Evaluation
+from thundersync_jax.run.step import Evaluation
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 

@@ -24,7 +24,7 @@ from thundersync_jax.config.model_folder import RopeScaling
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.models import base, transformer
 from thundersync_jax.run import state, warm_start
-from thundersync_jax.run.heldout import Evaluation
+from thundersync_jax.run.step import Evaluation
 from thundersync_jax.stream.mesh import make_mesh
 
 pytestmark = pytest.mark.usefixtures("quick_programs")

@@ -16,8 +16,8 @@ from thundersync_jax.flags import run as run_command
 from thundersync_jax.metrics.records import stop_metrics
 from thundersync_jax.models.base import ModelFactory
 from thundersync_jax.run import placement
-from thundersync_jax.run.heldout import heldout
 from thundersync_jax.run.run import Factory, Run
+from thundersync_jax.run.step import heldout
 from thundersync_jax.view.display import Display
 
 _SAMPLES = 4

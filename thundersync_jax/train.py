@@ -31,9 +31,8 @@ from thundersync_jax.ops.advantages import Estimator
 from thundersync_jax.run import policy_term, state
 from thundersync_jax.run.checkpoint import Checkpoints, sha256
 from thundersync_jax.run.feed import compile_all
-from thundersync_jax.run.heldout import heldout
 from thundersync_jax.run.run import Factory, Run
-from thundersync_jax.run.step import conclude, run_step
+from thundersync_jax.run.step import conclude, heldout, run_step
 from thundersync_jax.run.warm_start import POLICY_VERSION, warm_start
 from thundersync_jax.view import curves, pictures
 from thundersync_jax.view.display import Display, StepRow

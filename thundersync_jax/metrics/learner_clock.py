@@ -56,9 +56,8 @@ class Totals(NamedTuple):
 class LearnerClock:
     """Turns `GradientStream`'s `on_call` into records, and spans on a timeline.
 
-    Args:
-      on_span: Called with the span of a call that has ended, in a thread of the clock.
-      on_end: Called in that thread as soon as the replica can take another call.
+    In a thread of the clock `on_end` is called as soon as a replica can take another
+    call, and `on_span` with the span of the call that has ended.
     """
 
     def __init__(
@@ -83,9 +82,8 @@ class LearnerClock:
     def on_call(self, call: Call | TurnCall | Prompt, ended: jax.Array) -> None:
         """Times one call, whose fold has been dispatched as well. Never blocks.
 
-        Args:
-          call: The call; a prompt is one of a single replica.
-          ended: bool[], an output of the gradient's program.
+        `ended` is bool[], an output of the gradient's program. A prompt is a call of a
+        single replica.
         """
         now = time.monotonic()
         folded = _behind(ended)
@@ -148,7 +146,8 @@ class LearnerClock:
             free = ran.end_secs
             self._ran.append(ran)
             self._busy_secs[replica] += ran.secs
-            self._on_span(_span(ran))
+            name, lane = _name(call), f"replica {replica}"
+            self._on_span(Span("learner", name, ran.start_secs, ran.end_secs, lane))
 
 
 def _replica(call: Call | TurnCall | Prompt) -> int:
@@ -160,11 +159,6 @@ def _samples(call: Call | TurnCall | Prompt) -> int:
     if isinstance(call, Call):
         return len(call.items)
     return int(isinstance(call, TurnCall) and not call.replay and not call.item.sample)
-
-
-def _span(ran: Ran) -> Span:
-    lane = f"replica {_replica(ran.call)}"
-    return Span("learner", _name(ran.call), ran.start_secs, ran.end_secs, lane)
 
 
 def _name(call: Call | TurnCall | Prompt) -> str:

@@ -43,17 +43,11 @@ _FILE = re.compile(r"step_(\d+)\.jsonl")
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """One line of the file.
-
-    Attributes:
-      trajectory: As it was written.
-      advantage: None where the member does not count, or its group was dropped.
-      pieces: The trajectory's text, as `chat.pieces` cuts it.
-    """
+    """One line of the file."""
 
     trajectory: Trajectory
-    advantage: float | None
-    pieces: tuple[Piece, ...]
+    advantage: float | None  # None: the member does not count, or its group was dropped
+    pieces: tuple[Piece, ...]  # the text, as `chat.pieces` cuts it
 
     @property
     def text(self) -> str:
@@ -98,13 +92,9 @@ def known_mean(values: Iterable[float | None]) -> KnownMean:
 
 
 def stop_metrics(counts: Mapping[str, int]) -> dict[str, float]:
-    """How often trajectories ended for each reason, and the share that was cut off.
+    """`stop_<reason>` for every reason, and `truncated_share`, those that were cut off.
 
-    Args:
-      counts: Number of trajectories by the value of their `StopReason`.
-
-    Returns:
-      `stop_<reason>` for every reason, and `truncated_share`.
+    `counts` are trajectories by the value of their `StopReason`.
     """
     metrics = {f"stop_{r.value}": counts.get(r.value, 0) for r in StopReason}
     truncated = sum(metrics[f"stop_{reason.value}"] for reason in _TRUNCATED)
@@ -124,17 +114,10 @@ def write_rollouts(
     advantages: Mapping[tuple[int, int], float],
     chat: Chat = _BYTE_LEVEL,
 ) -> Path:
-    """Writes one step, or replaces it as a whole.
+    """Writes all trajectories of one step, or replaces them as a whole.
 
-    Args:
-      workdir: The run's directory.
-      step: Which step.
-      trajectories: All of that step, failed ones included.
-      advantages: By (group, member), of the members that count.
-      chat: Turns ids into the text to look at.
-
-    Returns:
-      The file. It is complete whenever it exists, whatever interrupts this.
+    Advantages, by (group, member), are of the members that count. The file that is
+    returned is complete whenever it exists, whatever interrupts this.
     """
     trajectories = sorted(trajectories, key=lambda trajectory: trajectory.key)
     strays = [str(t.key) for t in trajectories if t.key.step != step]
@@ -179,10 +162,7 @@ def read_rollouts(path: str | os.PathLike[str]) -> list[Record]:
 def read_step(
     workdir: str | os.PathLike[str], step: int | None = None
 ) -> tuple[int, list[Record]]:
-    """Reads one step of a run, by default the latest.
-
-    Returns:
-      The step and its records.
+    """The number of one step of a run, by default the latest, and its records.
 
     Raises:
       ConfigError: The run has no such step; the nearest ones are named.

@@ -119,11 +119,9 @@ def _rows(spans: Iterable[Span]) -> list[list[Span]]:
     rows: list[list[Span]] = []
     for span in spans:
         free = (row for row in rows if row[-1].end_secs <= span.start_secs)
-        row = next(free, None)
-        if row is None:
-            rows.append([span])
-        else:
-            row.append(span)
+        if (row := next(free, None)) is None:
+            rows.append(row := [])
+        row.append(span)
     return rows
 
 
@@ -151,35 +149,23 @@ def _event(process: int, thread: int, span: Span, origin: float) -> dict[str, An
 
 
 class StepTiming(NamedTuple):
-    """One step in seconds, from its start to the end of its boundary.
+    """One step in seconds, from its start to the end of its boundary."""
 
-    Attributes:
-      step_secs: T, the whole step.
-      rollout_secs: R, from the start to the last verdict.
-      learner_secs: L, gradient work summed over replicas.
-      boundary_secs: F, the step boundary.
-      idle_fraction: Share of the replicas' time with neither gradient nor boundary.
-      tail_secs: From the last verdict to the end of the step.
-    """
-
-    step_secs: float
-    rollout_secs: float
-    learner_secs: float
-    boundary_secs: float
-    idle_fraction: float
-    tail_secs: float
+    step_secs: float  # T, the whole step
+    rollout_secs: float  # R, from the start to the last verdict
+    learner_secs: float  # L, gradient work summed over replicas
+    boundary_secs: float  # F, the step boundary
+    idle_fraction: float  # of the replicas' time: neither gradient nor boundary
+    tail_secs: float  # from the last verdict to the end of the step
 
 
 def step_timing(
     spans: Sequence[Span], start_secs: float, end_secs: float, replicas: int = 1
 ) -> StepTiming:
-    """Measures one step.
+    """Measures one step by the bars, or parts of bars, within it.
 
-    Args:
-      spans: Bars, of which the parts within the step count.
-      start_secs: When the step's first rollout could start.
-      end_secs: When the step's new parameters were there.
-      replicas: Number of learner replicas; one that never worked has no bar.
+    It goes from when its first rollout could start to when its new parameters were
+    there. A learner replica that never worked has no bar.
     """
     within = clip(spans, start_secs, end_secs)
     verdicts = [s.end_secs for s in within if s.track in ("rollout", "verify")]
@@ -241,12 +227,10 @@ def clip(spans: Iterable[Span], start_secs: float, end_secs: float) -> list[Span
 def release_secs(
     rewarded: Mapping[tuple[Hashable, int], float], release: str
 ) -> dict[tuple[Hashable, int], float]:
-    """When a release rule lets each trajectory's gradient start.
+    """When a release rule lets each gradient start, by (group, member).
 
-    Args:
-      rewarded: Seconds at which (group, member) had its verdict.
-      release: "batch" (the last verdict of all), "group" (of its group) or
-        "trajectory" (its own).
+    That is the last verdict of all under "batch", of its group under "group" and its
+    own under "trajectory". `rewarded` has the seconds of the verdicts.
     """
     if release == "trajectory":
         return dict(rewarded)
@@ -270,12 +254,10 @@ def predicted_step_secs(
 
     In the order of arrival,
 
-        T = F + max_i ( a_(i) + sum_{j >= i} w_(j) ).
+        T = F + max_i ( a_(i) + sum_{j >= i} w_(j) )
 
-    Args:
-      arrivals: Seconds [N] after the step's start at which work i may begin.
-      works: Seconds [N] that work i takes.
-      boundary_secs: F, paid once at the end.
+    with a_i the seconds after the step's start at which work i may begin, w_i those
+    that it takes, and F the boundary, paid once at the end.
     """
     latest, remaining = 0.0, 0.0
     for arrival, work in sorted(zip(arrivals, works, strict=True), reverse=True):
@@ -292,13 +274,9 @@ def group_correlation(groups: Iterable[Sequence[float]]) -> float:
 
         ICC(1) = (MSB - MSW) / (MSB + (k0 - 1) MSW),  k0 = (N - sum k_g^2 / N) / (n - 1)
 
-    Args:
-      groups: Values by group, for instance finish times; empty groups are left out.
-
-    Returns:
-      1 where all values of a group are equal, about 0 where groups tell nothing,
-      negative where members differ more than groups do. NaN with fewer than two
-      groups, without a group of two, or where all values are equal.
+    It is 1 where all values of a group are equal, about 0 where groups tell nothing,
+    negative where members differ more than groups do. NaN with fewer than two groups,
+    without a group of two, or where all values are equal. Empty groups are left out.
 
     Source: Shrout and Fleiss 1979, "Intraclass correlations", equation for ICC(1,1);
     k0 for unequal groups after Donner 1986.

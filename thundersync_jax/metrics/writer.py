@@ -178,14 +178,9 @@ class Metrics:
 def named_sinks(
     config: Config, workdir: str | os.PathLike, resume_step: int | None = None
 ) -> list[Sink]:
-    """The sinks of a config.
+    """The sinks of a config, for steps from `resume_step` on.
 
     TensorBoard, which is among the defaults, is left out where its extra is missing.
-
-    Args:
-      config: The settings, of which `metrics.sinks` names the sinks.
-      workdir: The run's directory.
-      resume_step: The first step that will be written.
 
     Raises:
       ConfigError: wandb is not installed, or there is no function of that name.
@@ -203,10 +198,9 @@ def named_sinks(
 
 
 def read(workdir: str | os.PathLike) -> list[dict[str, Any]]:
-    """The numbers of every step, the first step first. A torn line is left out.
+    """One dict per step, the first step first, with "step" among its keys.
 
-    Returns:
-      One dict per step, with "step" among its keys.
+    A torn line is left out.
 
     Raises:
       ConfigError: A line whose step is no whole number; the line is named.
@@ -242,16 +236,16 @@ def _whole_lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
     text = path.read_text(encoding="utf-8", errors="replace")
     for number, line in enumerate(text.splitlines(keepends=True), start=1):
         try:
-            found = json.loads(line)
+            scalars = json.loads(line)
         except ValueError:
             continue
-        if line.endswith("\n") and isinstance(found, dict) and "step" in found:
-            if type(found["step"]) is not int:
+        if line.endswith("\n") and isinstance(scalars, dict) and "step" in scalars:
+            if type(scalars["step"]) is not int:
                 raise ConfigError(
-                    f"{path}:{number} has step {found['step']!r}, expected a whole "
+                    f"{path}:{number} has step {scalars['step']!r}, expected a whole "
                     "number. Correct or delete that line."
                 )
-            lines.append((line, found))
+            lines.append((line, scalars))
     return lines
 
 

@@ -36,10 +36,8 @@ CUDNN_HEAD_DIM = 128  # the largest that its kernels have on every GPU they run 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     """Lays `x` out over the mesh in context; without a mesh it returns `x`.
 
-    Args:
-      x: Any array.
-      axes: One logical name or None per axis. A name whose mesh axis is absent or does
-        not divide the size is left out.
+    `axes` are a logical name or None per axis. A name whose mesh axis is absent or does
+    not divide the size is left out.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or any(kind != AxisType.Auto for kind in mesh.axis_types):
@@ -65,14 +63,9 @@ def dot(
     precision: str,
     dtype: jnp.dtype | None = None,
 ) -> jax.Array:
-    """The one matrix product: einsum at the configured precision.
+    """The one matrix product: einsum of two operands at the configured precision.
 
-    Args:
-      spec: Two-operand einsum.
-      a: Operand, in the compute dtype.
-      b: Operand, in the compute dtype.
-      precision: "default", "high" or "highest".
-      dtype: Of accumulation and result where it is wider than the operands.
+    `dtype` is that of accumulation and result where it is wider than the operands.
     """
     return jnp.einsum(spec, a, b, precision=precision, preferred_element_type=dtype)
 

@@ -261,14 +261,14 @@ def segment(
 
     Args:
       config: The model.
-      params: As `init` returns them.
+      params: Parameters, as `init` returns them.
       tokens: int32[T], at positions past_length .. past_length + T - 1.
       past: Keys and values of the tokens before, [L, S, KV, H]; None at the start.
       past_length: int32[], how many of the S are real; None means all.
 
     Returns:
-      hidden: float[T, D] after the final norm, in the compute dtype.
-      The segment's own keys and values, [L, T, KV, H].
+      Hidden vectors float[T, D] after the final norm, in the compute dtype, and the
+      segment's own keys and values [L, T, KV, H].
     """
     slots = 0 if past is None else past.keys.shape[1]
     past_length = slots if past_length is None else past_length
@@ -320,18 +320,11 @@ def layer(
     positions: jax.Array,
     gap: tuple[jax.Array | int, int] | None,
 ) -> tuple[jax.Array, KeyValues]:
-    """One layer over a segment.
+    """One layer over a segment x [T, D]; its keys and values [T, KV, H] too.
 
-    Args:
-      config: The model.
-      weights: One layer's parameters, without the leading axis.
-      x: float[T, D].
-      past: Keys and values [S, KV, H] of the tokens before, or None.
-      positions: int32[T].
-      gap: Which of the S + T keys nobody reads, as for `layers.attention`.
-
-    Returns:
-      x float[T, D], and the segment's own keys and values [T, KV, H].
+    `weights` are without the leading axis, `past` are keys and values [S, KV, H] of the
+    tokens before, `gap` says which of the S + T keys nobody reads, as for
+    `layers.attention`.
     """
     # Laid out as they lie, and then gathered: so their gradients are scattered again.
     weights = {

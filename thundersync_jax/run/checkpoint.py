@@ -22,7 +22,7 @@ from orbax.checkpoint import v1
 
 from thundersync_jax.errors import ConfigError
 
-Tree = Any
+Tree = Any  # of arrays
 _SHOWN_DIFFERENCES = 3
 
 
@@ -30,18 +30,12 @@ class Checkpoints:
     """The numbered checkpoints of one directory, of which one thread is the owner.
 
     Saves run in the background, one at a time. What fails there is raised by the next
-    call of any method.
+    call of any method. The `keep` newest are kept, and leftovers of cut-off saves
+    removed; None opens for reading only and removes nothing, since another process may
+    be writing. Nothing is created before it is needed.
     """
 
     def __init__(self, directory: str | os.PathLike, keep: int | None = None):
-        """Opens a directory; nothing is created before it is needed.
-
-        Args:
-          directory: On a local or mounted file system.
-          keep: Newest checkpoints kept, and leftovers of cut-off saves are removed.
-            None opens for reading only and removes nothing, since another process may
-            be writing.
-        """
         self._directory = Path(directory).absolute()
         self._keep = keep
         self._saving: tuple[int, v1.AsyncResponse] | None = None

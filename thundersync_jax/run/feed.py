@@ -41,13 +41,13 @@ def turn(
 ) -> None:
     """A teacher has scored a turn, which is new from `start` to `end`, or the end.
 
-    Whole trajectories are computed when they are complete; to them it is no news.
+    It is no news to a stream of whole trajectories.
     """
     if isinstance(stream, GradientStream):
         return
-    place = trajectory.key.group, trajectory.key.member
     stream.turn(
-        *place,
+        trajectory.key.group,
+        trajectory.key.member,
         run.samples.turn(trajectory, start, end),
         tokens=int(trajectory.loss_mask[start:end].sum()),
         policy_version=trajectory.policy_version,
@@ -56,23 +56,22 @@ def turn(
 
 def complete(run: Run, stream: Stream, trajectory: Trajectory) -> None:
     """All tokens of a trajectory are final, and scored where there is a teacher."""
-    place = trajectory.key.group, trajectory.key.member
+    group, member = trajectory.key.group, trajectory.key.member
     version = trajectory.policy_version
     if isinstance(stream, TurnStream):
         weight = run.samples.weight(trajectory)
-        stream.complete(*place, weight, policy_version=version)
+        stream.complete(group, member, weight, policy_version=version)
         return
     tokens = trajectory.action_tokens
     sample = run.samples.whole(trajectory)
-    stream.complete(*place, sample, tokens=tokens, policy_version=version)
+    stream.complete(group, member, sample, tokens=tokens, policy_version=version)
 
 
 def reward(run: Run, stream: Stream, trajectory: Trajectory) -> None:
     """The verdict on a trajectory is in. Filters look at it as it is."""
     if run.judged:
-        place = trajectory.key.group, trajectory.key.member
-        shaped = run.samples.shaped_reward(trajectory)
-        stream.reward(*place, shaped, raw=trajectory.reward)
+        key, shaped = trajectory.key, run.samples.shaped_reward(trajectory)
+        stream.reward(key.group, key.member, shaped, raw=trajectory.reward)
 
 
 def scored_turns(trajectory: Trajectory) -> Sequence[tuple[int, int]]:
@@ -114,14 +113,8 @@ def made_up_calls(
 ) -> None:
     """Computes gradients of trajectories without meaning, and drops the result.
 
-    Args:
-      run: The run, with its buckets and its surrogate.
-      params: Parameters at which gradients are taken.
-      version: Policy version of the parameters.
-      release: Under "trajectory" all members but the last of a bucket are streamed.
-      rows: Rows per call.
-      members: Trajectories per group; all weights are 0.
-      accumulator: How sums are taken; None as the config says.
+    Every bucket gets a group of `members`, with all weights 0. Under release
+    "trajectory" all but the last are streamed.
     """
     stream = run.new_stream(params, version, release, rows, accumulator)
     if isinstance(stream, TurnStream):

@@ -88,13 +88,7 @@ def policy_segments(
 ) -> Segments:
     """The surrogate in pieces, whose samples `samples.segment_sample` makes.
 
-    Args:
-      model: The policy's model.
-      temperature: Logits are divided by it.
-      loss: The terms and their coefficients.
-      slots: Tokens of the longest trajectory.
-      width: Ids that student and teacher have; None for the model's.
-      term: The policy term; None for the built-in one.
+    As `policy_surrogate`, for trajectories of at most `slots` tokens.
     """
     term = term or policy_term.built_in(loss)
     compared = with_reference(loss, term)
@@ -155,17 +149,9 @@ def numbers_of_logits(
 ) -> Callable[[jax.Array, Sample], Sample]:
     """The function that `base.whole` and `base.piece` apply to logits.
 
-    Args:
-      model: The policy's model.
-      temperature: Logits of policy and teacher are divided by it.
-      loss: The terms and their coefficients.
-      width: Ids that student and teacher have; None for the model's.
-      term: The policy term; None for the built-in one.
-
-    Returns:
-      A function of (logits float[C, V], entries [C, ...] of a sample) that returns a
-      dict of float[C]: "logprobs" and, where the loss uses them, "entropies", "shared"
-      (those log-probabilities over the first `width` ids) and "divergences".
+    It maps (logits float[C, V], entries [C, ...] of a sample) to a dict of float[C]:
+    "logprobs" and, where the loss uses them, "entropies", "shared" (log-probabilities
+    over the first `width` ids) and "divergences".
     """
     narrow = width is not None and width < model.vocab_size
     width = width or model.vocab_size
@@ -209,13 +195,9 @@ def estimator(
 ) -> advantages.Estimator | None:
     """The advantage that a config names; None where no reward is in the loss.
 
-    A tracked baseline is subtracted where groups are opened; what is left is the
-    reward itself.
-
-    Args:
-      loss: The settings of the advantage.
-      own: An estimator, or a function of `loss` that returns one, in place of
-        `loss.advantage`.
+    `own` is an estimator, or a function of `loss` that returns one, in its place. A
+    tracked baseline is subtracted where groups are opened; what is left is the reward
+    itself.
 
     Raises:
       ConfigError: What is named or given is no estimator.
@@ -275,15 +257,7 @@ def _terms(
     numbers: dict[str, jax.Array],
     reference_logprobs: jax.Array | None,
 ) -> Surrogate:
-    """The loss of a sample.
-
-    Args:
-      loss: The terms and their coefficients.
-      term: The policy term.
-      sample: Arrays [T, ...].
-      numbers: What `numbers_of_logits` returned of its tokens, float[T].
-      reference_logprobs: float[T]; None without a reference policy.
-    """
+    """The loss of a sample with arrays [T, ...], by numbers float[T] of its tokens."""
     logprobs, weights, mask = numbers["logprobs"], sample["weights"], sample["mask"]
     policy = term.function(
         Tokens(

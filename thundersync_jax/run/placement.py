@@ -38,9 +38,8 @@ class Placement(NamedTuple):
 def prepare(config: Config) -> None:
     """Sets what jax reads once: CPU devices, 64-bit numbers, where programs are kept.
 
-    The CPU counts as one device unless told otherwise; a learner, a sampler and a
-    teacher of their own need three. Harmless where a GPU or a TPU is used, or where jax
-    runs already.
+    A CPU counts as one device unless told otherwise. Harmless where a GPU or a TPU is
+    used, or where jax runs already.
     """
     _keep_programs()
     mesh = config.mesh
@@ -55,10 +54,10 @@ def prepare(config: Config) -> None:
 
 
 def place(config: Config) -> Placement:
-    """Returns the learner's mesh over the first devices, and those behind it.
+    """The learner's mesh over the first devices, and the devices behind it.
 
-    The sampler takes the devices behind the mesh, or the learner's first where the
-    config says "shared". A teacher takes the one behind those, or the sampler's first.
+    The sampler takes those behind the mesh, or the learner's first where the config
+    says "shared". A teacher takes the one behind those, or the sampler's first.
 
     Raises:
       ValueError: There are too few devices.
@@ -129,8 +128,8 @@ def _samplers(config: Config) -> int:
 def initializer(config: Config, model: Model, devices: Mesh) -> Callable[[], Params]:
     """Makes the first parameters, laid out over a mesh, as often as it is called.
 
-    They are random from the seed, or the weights of `model.path`. A program that draws
-    them is compiled once: with small models that takes as long as all else together.
+    They are random from the seed, or the weights of `model.path`. The program that
+    draws them is compiled once.
     """
     key, path = jax.random.key(config.seed), config.model.path
     shapes = jax.eval_shape(model.init, key)
@@ -145,16 +144,10 @@ def initializer(config: Config, model: Model, devices: Mesh) -> Callable[[], Par
 def policy(
     workdir: str | Path, like: Params, step: int | None = None
 ) -> tuple[int, Params]:
-    """Reads a saved policy of a training run.
+    """Reads a saved policy of a training run, with the shapes and layout of `like`.
 
-    Args:
-      workdir: Directory of the run.
-      like: Parameters with the shapes and the layout that are wanted.
-      step: Number of training steps behind the policy; 0 is the warm start's. None
-        takes the newest.
-
-    Returns:
-      The step and the parameters.
+    `step` is the number of training steps behind it; 0 is the warm start's, None the
+    newest. Returns the step and the parameters.
 
     Raises:
       ConfigError: There is no policy, or none of that step.
@@ -185,17 +178,12 @@ _SHARE_OF_MEMORY = 0.25  # of a device, for group sums that the config does not 
 
 @dataclasses.dataclass(frozen=True)
 class SumMemory:
-    """The gradient-sized sums of a run.
+    """The gradient-sized sums of a run."""
 
-    Attributes:
-      open_groups: How many groups may hold sums that miss members, as far as memory
-        goes. Under batch and group release it is what comparisons with trajectory
-        release use.
-      description: One line for people; empty where one plain sum is all there is.
-    """
-
+    # Groups that may hold sums that miss members, as far as memory goes. Under batch
+    # and group release it is what comparisons with trajectory release use.
     open_groups: int
-    description: str
+    description: str  # for people; empty where one plain sum is all there is
 
 
 def plan(
@@ -207,11 +195,8 @@ def plan(
 ) -> SumMemory:
     """What a config asks for, as far as it fits.
 
-    Args:
-      config: The settings.
-      estimator: The run's advantage; None without rewards.
-      params: The parameters on the learner's mesh.
-      additive: Whether the loss has a part that no advantage multiplies.
+    The estimator is None without rewards; `params` lie on the learner's mesh;
+    `additive` says whether the loss has a part that no advantage multiplies.
 
     Raises:
       ConfigError: The sums of one group do not fit, or nobody says what would.

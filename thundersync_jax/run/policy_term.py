@@ -76,19 +76,12 @@ class Tokens:
 
 @dataclasses.dataclass(frozen=True)
 class PolicyTerm:
-    """A term, and what a run has to know of it.
-
-    Attributes:
-      function: Maps `Tokens` to a `Surrogate`.
-      additive: Whether it has a part that no advantage multiplies.
-      reads: Optional fields of `Tokens` that it reads.
-      of_turns: Whether its value is the sum over turns, each by its own.
-    """
+    """A term, and what a run has to know of it."""
 
     function: Callable[[Tokens], Surrogate]
-    additive: bool
-    reads: frozenset[str] = frozenset()
-    of_turns: bool = True
+    additive: bool  # whether it has a part that no advantage multiplies
+    reads: frozenset[str] = frozenset()  # optional fields of `Tokens` that it reads
+    of_turns: bool = True  # whether its value is the sum over turns, each by its own
 
     def check_turns(self) -> None:
         """Refuses release by turn where turns do not add up to a trajectory."""
@@ -127,11 +120,7 @@ def built_in(loss: LossConfig) -> PolicyTerm:
 
 
 def load(loss: LossConfig, factory: Factory | None = None) -> PolicyTerm:
-    """The term that a config names, tried where it is not the built-in one.
-
-    Args:
-      loss: The settings of the loss.
-      factory: Makes the term, in place of `loss.surrogate`.
+    """The term that a config or `factory` names, tried where it is not built in.
 
     Raises:
       ConfigError: There is no such factory, or its term cannot be streamed.
@@ -324,11 +313,11 @@ def _evaluated(function: Callable, *arguments) -> jax.Array:
     """The array of `_values`, of (tokens,) or (advantage, tokens)."""
     *advantage, tokens = arguments
 
-    def both(logprobs, entropies):
+    def values_of(logprobs, entropies):
         changed = dataclasses.replace(tokens, logprobs=logprobs, entropies=entropies)
         return parts.parts(function(*advantage, changed))[:2]
 
-    values, pull = jax.vjp(both, tokens.logprobs, tokens.entropies)
+    values, pull = jax.vjp(values_of, tokens.logprobs, tokens.entropies)
     gradients = [jnp.concatenate(pull(part)) for part in jnp.eye(2, dtype=values.dtype)]
     return jnp.concatenate([values[None], jnp.stack(gradients, axis=1)])
 

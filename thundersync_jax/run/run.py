@@ -26,7 +26,7 @@ from thundersync_jax.envs.latency import WithLatency
 from thundersync_jax.metrics.learner_clock import LearnerClock
 from thundersync_jax.metrics.timing import Timeline
 from thundersync_jax.models import base as models
-from thundersync_jax.models.base import ModelFactory
+from thundersync_jax.models.base import ModelFactory, Params
 from thundersync_jax.ops.advantages import Estimator
 from thundersync_jax.rollout.agent import PHASES
 from thundersync_jax.rollout.events import Job
@@ -38,7 +38,6 @@ from thundersync_jax.stream.gradient_stream import GradientStream
 from thundersync_jax.stream.turn_stream import TurnStream
 from thundersync_jax.types import Trajectory, TrajectoryKey
 
-Tree = Any
 _KIND = 40  # characters of a line by which warnings are told apart
 Factory = Callable[..., TaskSet]
 
@@ -91,7 +90,7 @@ class Run:
         self.on_line("loading the tasks")
         factory = environment or load_factory(config.env.factory)
         self.tasks, self.chat = run_tasks.prepared(factory, config)
-        self._reference: Tree = None
+        self._reference: Params = None
         self._order: tuple[int, list[int]] = (0, [])  # of the latest step asked for
         self.timeline = Timeline()
         if model is not None:
@@ -138,16 +137,13 @@ class Run:
     def _set_surrogate(self, width: int) -> None:
         config = self.config
         self.samples = Samples(config, width, self._prompt_ids)
+        rollout, loss, term = config.rollout, config.loss, self._term
+        temperature, slots = rollout.temperature, rollout.context_tokens
         self.surrogate = objective.policy_surrogate(
-            self.model, config.rollout.temperature, config.loss, width, self._term
+            self.model, temperature, loss, width, term
         )
         self.segments = objective.policy_segments(
-            self.model,
-            config.rollout.temperature,
-            config.loss,
-            config.rollout.context_tokens,
-            width,
-            self._term,
+            self.model, temperature, loss, slots, width, term
         )
 
     def _new_pool(self) -> RolloutPool:
@@ -170,7 +166,7 @@ class Run:
         publish, vocab_size = self._publisher.publish, config.model.vocab_size
         return VLLMEngine(config.vllm, tokens, vocab_size, publish, self.on_line)
 
-    def _local(self, params: Tree) -> InProcessEngine | EngineGroup:
+    def _local(self, params: Params) -> InProcessEngine | EngineGroup:
         rollout = self.config.rollout
         return in_process.make(
             self.placement.samplers,
@@ -190,7 +186,7 @@ class Run:
         self.clock.close()
         self._held.close()
 
-    def initial_params(self) -> Tree:
+    def initial_params(self) -> Params:
         """What the run begins with, on the learner's mesh (`placement.initializer`).
 
         Made anew every time, but for those that the run itself began with.
@@ -198,19 +194,19 @@ class Run:
         params, self._params = self._params, None
         return self._make_params() if params is None else params
 
-    def publish(self, params: Tree, version: int) -> None:
+    def publish(self, params: Params, version: int) -> None:
         """Hands the learner's parameters to the sampler; between steps only."""
         with self.timeline.span("boundary", "publish"):
             self.pool.update(params, version)
 
-    def set_reference(self, params: Tree) -> None:
+    def set_reference(self, params: Params) -> None:
         """The policy that the loss compares with: a copy, where it does."""
         if objective.with_reference(self.config.loss, self._term):
             self._reference = jax.tree.map(jnp.copy, params)
 
     def new_stream(
         self,
-        params: Tree,
+        params: Params,
         version: int,
         release: str | None = None,
         rows: int = 0,
@@ -294,10 +290,8 @@ class Run:
     def replacement_jobs(self, step: int, group: int) -> list[Job]:
         """The rollouts of a group that replaces a lost one.
 
-        Args:
-          step: Number of the step, from 1.
-          group: Number of the group, from `rollout.groups_per_step` on,
-            `config.most_replacements` many.
+        Such groups are numbered from `rollout.groups_per_step` on, and there are
+        `config.most_replacements` of them.
         """
         return self._jobs(step, group)
 
@@ -312,13 +306,10 @@ class Run:
         return self.baselines.value(self._task_name(step, group))
 
     def track_baselines(self, trajectories: Sequence[Trajectory]) -> None:
-        """Lets the baselines follow a step's trajectories, once it has ended.
+        """Lets the baselines follow the members that count, once a step has ended.
 
         They follow the shaped rewards, since from these they are subtracted: an average
         of raw ones would push every trajectory down by the usual length penalty.
-
-        Args:
-          trajectories: The trajectories of the members that count.
         """
         if self.config.loss.advantage != "tracked_baseline":
             return
@@ -364,7 +355,7 @@ class Run:
             self._order = step, order
         return self._order[1][group]
 
-    def _introduce(self, params: Tree, memory: placement.SumMemory) -> None:
+    def _introduce(self, params: Params, memory: placement.SumMemory) -> None:
         """Prints what runs where, and what streaming costs in memory."""
         shape = self.placement.mesh.shape
         count = sum(x.size for x in jax.tree.leaves(params))

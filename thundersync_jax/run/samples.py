@@ -16,13 +16,8 @@ from thundersync_jax.types import StopReason, TeacherScores, Trajectory, Traject
 class Samples:
     """Makes samples, padded to the lengths of a config.
 
-    Attributes:
-      width: Ids that the policy and its teacher have.
-
-    Args:
-      config: The settings.
-      width: Ids that the policy and its teacher have.
-      prompt_ids: The prompt int32[N] of (step, group).
+    `width` ids are those of the policy and its teacher; `prompt_ids` maps (step, group)
+    to the prompt int32[N].
     """
 
     def __init__(
@@ -93,11 +88,10 @@ class Samples:
 def sample(trajectory: Trajectory, loss: LossConfig, lengths: Sequence[int]) -> Padded:
     """What the surrogate sees of a trajectory, padded to one of `lengths`.
 
-    Returns:
-      "tokens" int32[T], "weights" float32[T], "mask" bool[T], "logprobs" float32[T] of
-      the sampler; under turn credit "turn_weights" and "turn_credits" float32[T], and
-      with a teacher "teacher_logprobs" float32[T, K] and, of its likeliest ids alone,
-      "teacher_ids" int32[T, K].
+    "tokens" int32[T], "weights" float32[T], "mask" bool[T], "logprobs" float32[T] of
+    the sampler; under turn credit "turn_weights" and "turn_credits" float32[T], and
+    with a teacher "teacher_logprobs" float32[T, K] and, of its likeliest ids alone,
+    "teacher_ids" int32[T, K].
 
     Raises:
       ConfigError: The environment gave turn credit and the loss does not use it.
@@ -116,17 +110,8 @@ def segment_sample(
 ) -> Padded:
     """What the surrogate in pieces sees of the tokens from `start` to `end`.
 
-    Args:
-      trajectory: Whole, or as far as it is known.
-      loss: The settings that decide which arrays there are.
-      lengths: Lengths of segments, of which the sample gets one.
-      start: Index of the first token.
-      end: Index behind the last token; None for the trajectory's end.
-      whole_weight: Whether weights are those of the whole trajectory. Otherwise they
-        are 1, for a trajectory that still goes on.
-
-    Returns:
-      The arrays of `sample`, and "start" and "length" int32[].
+    The arrays of `sample`, and "start" and "length" int32[]. Weights are those of the
+    whole trajectory, or without `whole_weight` 1, for a trajectory that still goes on.
     """
     arrays = {name: x[start:end] for name, x in _arrays(trajectory, loss).items()}
     if not whole_weight:
@@ -186,13 +171,9 @@ def _teacher_arrays(trajectory: Trajectory) -> dict[str, np.ndarray]:
 def untrained(
     tokens: int, ids: np.ndarray | None, loss: LossConfig, width: int
 ) -> Trajectory:
-    """A trajectory of which no token is trained.
+    """A trajectory of which no token is trained; None stands for ids of zero.
 
-    Args:
-      tokens: Its length T.
-      ids: int32[T]; None for zeros.
-      loss: The settings that decide which arrays its samples need.
-      width: Ids that the policy and its teacher have.
+    It has what samples under `loss` need, of `width` ids where there is a teacher.
     """
     mask, zeros = np.zeros(tokens, bool), np.zeros(tokens, np.float32)
     scores = None
@@ -217,10 +198,7 @@ def untrained(
 def shaped_reward(trajectory: Trajectory, loss: LossConfig, limit_tokens: int) -> float:
     """A trajectory's reward less its length penalty (`advantages.length_penalty`).
 
-    Args:
-      trajectory: One that has a reward.
-      loss: The settings of the penalty.
-      limit_tokens: Sampled tokens at which all of the penalty is taken off.
+    All of the penalty is taken off at `limit_tokens` sampled tokens.
     """
     if not loss.length_penalty:
         return trajectory.reward

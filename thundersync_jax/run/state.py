@@ -123,18 +123,11 @@ def init(optimizer: Optimizer, params: Params) -> State:
 class Update:
     """The jitted update: once per step, at its boundary.
 
-    Args:
-      optimizer: As `make_optimizer` returns it.
-      clip_norm: The global norm it clips to, for the reported norm; None without.
-      like: A state as results are to be laid out.
+    Results are laid out like `like`. `clip_norm` is what the optimizer clips to, for
+    the reported norm.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        clip_norm: float | None,
-        like: State,
-    ):
+    def __init__(self, optimizer: Optimizer, clip_norm: float | None, like: State):
         def update(state, gradient):
             gradient = jax.tree.map(
                 lambda g, p: g.astype(p.dtype), gradient, state.params
@@ -157,8 +150,5 @@ class Update:
         self._update(copy, jax.tree.map(jnp.zeros_like, state.params))
 
     def __call__(self, state: State, gradient: Params) -> tuple[State, jax.Array]:
-        """Returns the new state and the gradient norm after clipping.
-
-        `state` is donated.
-        """
+        """The new state and the gradient norm after clipping; `state` is donated."""
         return self._update(state, gradient)

@@ -1,46 +1,34 @@
 """One step: rollouts go out, events come in, one gradient comes back.
 
-The learner's side of the loop. It runs in the main thread, reads the pool's events,
-tells the stream, and otherwise waits: an event wakes it, and so does a gradient call
-that ends. It never waits for a device before `finish`, and reads nothing back.
-
-Between a verdict in the rollout thread and its gradient call on an idle learner lie, in
-microseconds (2 CPU cores, 3M parameters in 13 arrays):
-
-     15  this thread wakes up
-     15  the schedule takes the reward and decides on a call
-     50  numbers that the group's sums are multiplied by
-     70  a look whether the sample lies on the device (with one replica it does)
-     10  the replica's mesh is put in context
-    180  dispatch of the compiled gradient, one handle per parameter array
-
-Done before the verdict, at completion: token weights, padding, checks, and the copy to
-the learner's device, 600 in all. After the gradient: units of the sums (70) and
-dispatch of the fold (130), which waits for nothing. `bench` measures the whole way as
-`dispatch_ms_median`, busy cores included.
+The learner's side of the loop, and of held-out evaluation. It runs in the main thread,
+reads the pool's events, tells the stream, and otherwise waits: an event wakes it, and
+so does a gradient call that ends. It never waits for a device before `finish`, and
+reads nothing back. docs/speed.md has what lies between a verdict and its gradient call.
 """
 
 import collections
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import field
 from typing import Any
 
 import jax
+import numpy as np
 
 from thundersync_jax.errors import StreamError
 from thundersync_jax.metrics.learner_clock import Ran, Totals
+from thundersync_jax.metrics.records import known_mean
 from thundersync_jax.metrics.timing import Progress
 from thundersync_jax.rollout.events import Completed, Event, Failed, Job, Rewarded, Turn
 from thundersync_jax.run import feed, state
-from thundersync_jax.run.feed import Stream
+from thundersync_jax.run.feed import Params, Stream
 from thundersync_jax.run.run import Run
 from thundersync_jax.stream.ledger import Report
 from thundersync_jax.stream.schedule.roster import Roster
 from thundersync_jax.types import Span, Trajectory
 
-Tree = Any
 _LOOK_SECS = 0.001  # between two looks at a device, where nothing wakes the loop
 _WAIT_SECS = 0.25  # for events, and for calls that end
 
@@ -52,23 +40,19 @@ class Step:
     Attributes:
       gradient: The gradient of the step's loss, as the stream's `finish` returns it.
       report: The stream's report.
-      trajectories: Those of all members, failed ones included where they have tokens,
-        in (group, member) order.
+      trajectories: All that have tokens, failed ones too, in (group, member) order.
       failures: Members without a verdict, and why, as they came.
       advantages: Advantages of the members that count, by (group, member).
-      rewarded_secs: When the verdict came in, in seconds of the monotonic clock, by
-        (group, member).
-      completed_secs: When the tokens were final, and scored where there is a teacher,
-        in seconds of that clock, by (group, member).
-      turn_secs: When a teacher had scored a turn, in seconds of that clock, by (group,
-        member, turn).
+      rewarded_secs: When verdicts came in, on the monotonic clock, by (group, member).
+      completed_secs: When tokens were final, and scored where there is a teacher.
+      turn_secs: When a teacher had scored a turn, by (group, member, turn).
       teacher_tokens: Tokens that a teacher ran through its model.
       calls: The gradient calls.
-      start_secs: When the rollouts went out, in seconds of that clock.
-      last_reward_secs: When the last outcome came in, in seconds of that clock.
+      start_secs: When the rollouts went out, on the monotonic clock.
+      last_reward_secs: When the last outcome came in, on the monotonic clock.
     """
 
-    gradient: Tree
+    gradient: Params
     report: Report
     trajectories: list[Trajectory]
     failures: list[Failed]
@@ -87,6 +71,54 @@ class Step:
         failures = {failed.key[1:3]: failed.stop_reason for failed in self.failures}
         ends = {t.key[1:3]: t.stop_reason for t in self.trajectories} | failures
         return collections.Counter(reason.value for reason in ends.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """Answers to held-out questions. A success is a reward of exactly 1.
+
+    Attributes:
+      successes: int[Q], successes among the `samples` answers of each question.
+      samples: Answers per question.
+      trajectories: All that have tokens, in (question, sample) order.
+      stop_reasons: How often each occurred, failures included.
+    """
+
+    successes: np.ndarray
+    samples: int
+    trajectories: list[Trajectory]
+    stop_reasons: dict[str, int]
+
+    @property
+    def answers(self) -> int:
+        """How many answers were asked for; a failed one is no success."""
+        return len(self.successes) * self.samples
+
+    @property
+    def success(self) -> float:
+        """Share of answers that succeed."""
+        return float(self.successes.sum() / self.answers)
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The 95 % interval of `success`, over answers."""
+        return wilson_interval(int(self.successes.sum()), self.answers)
+
+    @property
+    def reward(self) -> float:
+        """Mean over the answers that have a reward; NaN where none has."""
+        return known_mean(t.reward for t in self.trajectories).mean
+
+    def pass_at(self, k: int) -> float:
+        """Chance that one of k answers succeeds, unbiased from `samples` answers.
+
+            mean over questions of 1 - C(n - c, k) / C(n, k)
+
+        Source: Chen et al. 2021 (arXiv 2107.03374), equation 1.
+        """
+        n = self.samples
+        misses = [math.comb(n - int(c), k) / math.comb(n, k) for c in self.successes]
+        return 1.0 - float(np.mean(misses))
 
 
 def run_step(
@@ -160,15 +192,8 @@ def conclude(
 ) -> tuple[state.State, int, float]:
     """The rest of the step boundary: the update, and its publication to the sampler.
 
-    Args:
-      run: The run of the step.
-      update: The optimizer's jitted update.
-      now: State before the update; donated.
-      done: The step; where its gradient is exactly 0 nothing happens.
-      version: Policy version of `now`.
-
-    Returns:
-      The state, its policy version, and the gradient's norm after clipping.
+    Donates `now`, of policy version `version`; nothing happens where the gradient is
+    exactly 0. Returns the state, its policy version, and the norm after clipping.
     """
     if done.report.gradient_norm == 0:
         return now, version, 0.0
@@ -182,9 +207,8 @@ def conclude(
 def roll_out(run: Run, step: int, version: int) -> tuple[list[Trajectory], float]:
     """Samples a step's trajectories, replacements included, and computes nothing.
 
-    Returns:
-      The trajectories in order, failed ones as they failed, and R, the seconds until
-      the last outcome.
+    Returns them in order, failed ones as they failed, and R, the seconds until the last
+    outcome.
     """
     start = time.monotonic()
     lossy = run.config.partial_groups == "drop"
@@ -218,13 +242,10 @@ def rollouts(
     version: int,
     advance: Callable[[], Any] = lambda: None,
 ):
-    """Starts the jobs and yields the pool's events until every outcome is in.
+    """Starts jobs of one step and yields the pool's events until every outcome is in.
 
-    Args:
-      run: The run, whose pool rolls out.
-      jobs: Jobs of one step; whoever reads an event may add more to the pool.
-      version: Policy version of the parameters that the sampler holds.
-      advance: Called before every wait, which an event ends or a call that has ended.
+    Whoever reads an event may add jobs to the pool. `advance` is called before every
+    wait, which ends with an event or with a call that has ended.
     """
     run.pool.start(jobs, version)
     try:
@@ -236,6 +257,60 @@ def rollouts(
     except BaseException:
         run.pool.close()  # whoever gives up a step gives up the run
         raise
+
+
+def heldout(
+    run: Run,
+    version: int,
+    questions: int,
+    samples: int,
+    phase: str = "evaluate",
+    step: int = 0,
+    temperature: float | None = None,
+) -> Evaluation:
+    """Answers the first held-out questions with the parameters that the sampler holds.
+
+    `phase` and `step` name the random numbers. Evaluations share theirs: two of them
+    differ by the policy alone, and by nothing where that is the same. The warm start,
+    which stops by what it measures, has its own at every step. Temperature 0 takes the
+    likeliest token; None is the config's.
+    """
+    successes = np.zeros(questions, int)
+    trajectories: dict[tuple[int, int], Trajectory] = {}
+    reasons: collections.Counter[str] = collections.Counter()
+    if not run.config.vllm.servers:
+        run.warn_once("compiling the sampler, with the first answers")
+    jobs = run.heldout_jobs(phase, step, questions, samples)
+    jobs = [dataclasses.replace(job, temperature=temperature) for job in jobs]
+    for event in rollouts(run, jobs, version):
+        if isinstance(event, Completed):
+            continue
+        key, trajectory = event.key, event.trajectory
+        if trajectory is not None:
+            trajectories[key.group, key.member] = trajectory
+        if isinstance(event, Failed):
+            reasons[event.stop_reason.value] += 1
+            continue
+        reasons[trajectory.stop_reason.value] += 1
+        successes[key.group] += event.reward == 1.0
+    ordered = [trajectories[place] for place in sorted(trajectories)]
+    return Evaluation(successes, samples, ordered, dict(reasons))
+
+
+def wilson_interval(successes: int, total: int) -> tuple[float, float]:
+    """The 95 % interval (low, high) of a success probability; (0, 1) without a try.
+
+    Of use near 0 and 1 as well.
+
+    Source: Wilson 1927, "Probable inference, the law of succession, and statistical
+    inference", JASA 22.
+    """
+    if total == 0:
+        return 0.0, 1.0
+    from scipy import stats  # slow to import, and needed here alone
+
+    interval = stats.binomtest(successes, total).proportion_ci(method="wilson")
+    return float(interval.low), float(interval.high)
 
 
 @dataclasses.dataclass
@@ -297,15 +372,10 @@ def _sizes(jobs: Sequence[Job], step: int) -> list[tuple[int, int]]:
 def replacements(first: int, bound: int, lost: int, replaced: int) -> range:
     """Numbers of the groups to open now in place of lost ones, one for one.
 
-    Groups are numbered: `first` of them begin together, and each further one takes the
-    next number. Which of them make the batch follows from outcomes alone and not from
-    who finished first: docs/losses.md has the proof.
-
-    Args:
-      first: Groups that the step begins with.
-      bound: The most groups that may be opened beyond those.
-      lost: Groups that closed and do not count, so far.
-      replaced: Groups opened in their place, so far.
+    The step begins with `first` groups and opens at most `bound` more, numbered on;
+    `lost` of all do not count and `replaced` were opened in their place, so far. Which
+    make the batch follows from outcomes alone, not from who finished first:
+    docs/losses.md has the proof.
 
     Source: DAPO, arXiv 2503.14476, section 3.2.
     Differs: DAPO samples whole batches more until enough groups survive, and drops the

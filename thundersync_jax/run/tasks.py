@@ -40,16 +40,11 @@ def prepared(factory: Callable[..., TaskSet], config: Config) -> tuple[TaskSet, 
             f"env.factory {config.env.factory!r} returned {type(tasks).__name__}; "
             "expected an envs.base.TaskSet"
         )
-    chat_settings = config.chat
-    system = tasks.system if chat_settings.system is None else chat_settings.system
-    path = config.model.path
+    settings, path = config.chat, config.model.path
+    system = tasks.system if settings.system is None else settings.system
     folder = None if path is None else os.path.expanduser(path)
     chat = templates.open_chat(
-        folder,
-        chat_settings.format,
-        tasks.tools,
-        system or None,
-        chat_settings.thinking,
+        folder, settings.format, tasks.tools, system or None, settings.thinking
     )
     _check_ids(chat, config)
     if folder is not None:
@@ -140,16 +135,10 @@ _REPLACEMENTS = 1  # a further word of the seed: apart from the epochs' orders
 
 
 def take(tasks: Sequence[Any], seed: int, start: int, count: int) -> list[Any]:
-    """Returns `count` tasks from position `start` of an endless shuffled sequence.
+    """`count` tasks from position `start` of an endless shuffled sequence.
 
     Epoch e is a permutation drawn from (seed, e); positions run through the epochs, so
     a step may begin in one epoch and end in the next.
-
-    Args:
-      tasks: The tasks, at least one.
-      seed: Seed of the run.
-      start: Position of the first, usually (step - 1) * groups_per_step.
-      count: Number of tasks.
     """
     chosen, orders = [], {}
     for position in range(start, start + count):
@@ -162,16 +151,11 @@ def take(tasks: Sequence[Any], seed: int, start: int, count: int) -> list[Any]:
 
 
 def replacements(tasks: int, seed: int, step: int, own: Collection[int]) -> list[int]:
-    """Returns the tasks that a step's replacement groups take, in turn.
+    """Indices, of so many tasks, that a step's replacement groups take in turn.
 
     They are in an order of the step's own, apart from that of `take`: how many groups
-    are replaced moves no task of a later step.
-
-    Args:
-      tasks: Number of tasks; they are named by their indices.
-      seed: Seed of the run.
-      step: Number of the step, from 1.
-      own: Tasks that the step has already. They are left out, unless they are all.
+    are replaced moves no task of a later step. Those that the step has already (`own`)
+    are left out, unless they are all.
     """
     rng = np.random.default_rng((seed, step, _REPLACEMENTS))
     order = rng.permutation(tasks).tolist()

@@ -26,11 +26,9 @@ from thundersync_jax.engines.vllm.engine import Server
 from thundersync_jax.engines.vllm.teacher import VLLMTeacher
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.models import base
-from thundersync_jax.models.base import Model
+from thundersync_jax.models.base import Model, Params
 from thundersync_jax.rollout import teacher as rollout_teacher
 from thundersync_jax.run.checkpoint import Checkpoints
-
-Tree = Any
 
 
 class Teacher(NamedTuple):
@@ -39,7 +37,7 @@ class Teacher(NamedTuple):
     vocab_size: int  # rows of its embedding
     source: str  # the work directory or the servers, for people
     model: Model | None = None  # None on servers
-    params: Tree = None  # on the host
+    params: Params = None  # on the host
 
 
 def load(
@@ -47,10 +45,7 @@ def load(
 ) -> Teacher | None:
     """The policy that a config names, made where it is missing; None without one.
 
-    Args:
-      config: The settings, of which `teacher` names it.
-      vocabulary: The student's ids by token, which the teacher must share.
-      on_line: Called with one line about what is made.
+    It must share `vocabulary`, the student's ids by token.
 
     Raises:
       ConfigError: There is none and nothing to make it from, or it speaks of other
@@ -81,14 +76,9 @@ def engine(
     device: jax.Device,
     on_line: Callable[[str], None],
 ) -> ScoringEngine | VLLMTeacher | None:
-    """What scores as the loss needs it; None without a teacher.
+    """What scores as the loss needs it, on `device` where it runs in this process.
 
-    Args:
-      config: The settings.
-      teacher: The teacher, as `load` returns it.
-      width: Ids that student and teacher have.
-      device: The device of a teacher in this process.
-      on_line: Called with one line about servers that are lost.
+    None without a teacher. `width` ids are those of student and teacher.
     """
     if teacher is None:
         return None

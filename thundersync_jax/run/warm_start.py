@@ -7,7 +7,6 @@ temperature passes a target: greedy success says little about what sampling will
 
 import dataclasses
 import time
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,14 +16,13 @@ import optax
 from thundersync_jax.config import OptimConfig
 from thundersync_jax.errors import ConfigError, StreamError
 from thundersync_jax.models import base
-from thundersync_jax.models.base import Model
+from thundersync_jax.models.base import Model, Params
 from thundersync_jax.run import state, tasks
 from thundersync_jax.run.checkpoint import Checkpoints
-from thundersync_jax.run.heldout import Evaluation, heldout
 from thundersync_jax.run.run import Run
+from thundersync_jax.run.step import heldout
 from thundersync_jax.stream import padding
 
-Tree = Any
 POLICY_VERSION = 0  # of everything before the first policy update
 _RAMP_STEPS = 20  # of the supervised learning rate
 
@@ -40,18 +38,16 @@ class WarmStart:
       history: Every measurement: seconds, held-out success, its 95 % interval.
     """
 
-    params: Tree
+    params: Params
     steps: int
     elapsed_secs: float
     history: list[tuple[float, float, float, float]]
 
 
 def demonstrations(run: Run) -> dict[str, np.ndarray]:
-    """All training demonstrations as arrays.
+    """All training demonstrations: "tokens" int32[N, T] and "weights" float32[N, T].
 
-    Returns:
-      "tokens" int32[N, T] and "weights" float32[N, T], 1 on action tokens; T is the
-      gradient bucket of the longest.
+    Weights are 1 on action tokens; T is the gradient bucket of the longest.
     """
     chat, rows = run.chat, []
     for task in run.tasks.train:
@@ -74,16 +70,12 @@ def demonstrations(run: Run) -> dict[str, np.ndarray]:
     return {name: np.stack([row[name] for row in padded]) for name in padded[0]}
 
 
-def warm_start(run: Run, params: Tree, checkpoints: Checkpoints) -> WarmStart:
+def warm_start(run: Run, params: Params, checkpoints: Checkpoints) -> WarmStart:
     """Trains on demonstrations, or takes up where an interrupted warm start was.
 
     Its policy is the run's reference from then on, in every process of the run.
-
-    Args:
-      run: The run whose tasks demonstrate and whose sampler measures.
-      params: Random parameters; donated.
-      checkpoints: Checkpoints of warm starts alone. The newest one is the warm start
-        itself once its host facts say "done".
+    `params` are donated. `checkpoints` are of warm starts alone; the newest one is the
+    warm start itself once its host facts say "done".
     """
     settings = run.config.warm_start
     optimizer = state.make_optimizer(
@@ -123,7 +115,10 @@ def warm_start(run: Run, params: Tree, checkpoints: Checkpoints) -> WarmStart:
                 f"warm_start.learning_rate, now {settings.learning_rate}"
             )
         run.publish(now.params, POLICY_VERSION)
-        evaluation = _check(run, step)
+        questions = run.config.warm_start.check_questions
+        evaluation = heldout(
+            run, POLICY_VERSION, questions, 1, phase="warm_start", step=step
+        )
         success = evaluation.success
         reached = success >= settings.target_success
         elapsed = time.monotonic() - origin
@@ -155,11 +150,11 @@ def supervised_update(
     """
 
     def loss_of(params, batch):
-        def one(tokens, weights):
+        def weighted(tokens, weights):
             logprobs = base.logprobs(model, params, tokens, 1.0)
             return -jnp.sum(jnp.where(weights > 0, logprobs, 0) * weights)
 
-        total = jnp.sum(jax.vmap(one)(batch["tokens"], batch["weights"]))
+        total = jnp.sum(jax.vmap(weighted)(batch["tokens"], batch["weights"]))
         return total / jnp.sum(batch["weights"])
 
     def update(now, batch):
@@ -169,8 +164,3 @@ def supervised_update(
 
     shardings = jax.tree.map(lambda x: x.sharding, like)
     return jax.jit(update, donate_argnums=0, out_shardings=(shardings, None))
-
-
-def _check(run: Run, step: int) -> Evaluation:
-    questions = run.config.warm_start.check_questions
-    return heldout(run, POLICY_VERSION, questions, 1, phase="warm_start", step=step)

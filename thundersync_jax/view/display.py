@@ -28,7 +28,7 @@ from thundersync_jax.view import tables
 from thundersync_jax.view.tables import Column
 
 if TYPE_CHECKING:  # it imports jax, and looking at a run must not wait for that
-    from thundersync_jax.run.heldout import Evaluation
+    from thundersync_jax.run.step import Evaluation
 
 WIDTH = 100
 _ROWS_PER_HEADING = 20
