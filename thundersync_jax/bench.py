@@ -2,19 +2,11 @@
 
     python -m thundersync_jax.bench --config=configs/bench_cpu.py
 
-They are batch, group and trajectory release; batch, trajectory and turn release where
-no reward is in the loss. Every step is run live under all of them in turns, so that a
-machine that drifts does so for all; medians are over the steps. Each begins with the
-first policy: its update is made and published, and taken back. The batch rule has the
-direct path, no group sums, and full calls where they are faster. Lognormal latencies
-are scaled beforehand until rollouts take as long as learning. Nothing is replayed: the
-rules sample the same trajectories because keys and parameters are the same.
-
-With exact sums all rules take one trajectory a call, and a fourth contestant in the
-same turns tells what exactness costs: trajectory release with plain sums.
-
-With `--engines` it measures samplers instead: tokens per second of the in-process
-engine, beside the servers of `vllm.servers` where there are some.
+Every step is run live under all of them in turns (docs/speed.md). Each begins with the
+first policy: its update is made and published, and taken back. Nothing is replayed: the
+rules sample the same trajectories because keys and parameters are the same. With exact
+sums a further contestant tells what exactness costs. `--engines` measures samplers
+instead: the in-process engine beside the servers of `vllm.servers`.
 """
 
 import contextlib
@@ -44,9 +36,7 @@ from thundersync_jax.measure.live import Live, PeakBytes
 from thundersync_jax.measure.steps import IdleWork
 from thundersync_jax.metrics.timing import Progress
 from thundersync_jax.models import base as models
-from thundersync_jax.run import placement as devices
-from thundersync_jax.run import placement as parameters
-from thundersync_jax.run import state
+from thundersync_jax.run import placement, state
 from thundersync_jax.run.checkpoint import Checkpoints
 from thundersync_jax.run.feed import compile_all
 from thundersync_jax.run.run import Factory, Run
@@ -56,7 +46,6 @@ from thundersync_jax.types import Trajectory
 from thundersync_jax.view import pictures
 from thundersync_jax.view.display import Display
 
-Tree = Any
 _CALIBRATION_STEPS = 5  # at most
 _IDLE_MEASUREMENTS = 2  # before rows per call are chosen
 _REQUESTS = (16, 64)  # at once, where samplers are measured
@@ -103,11 +92,12 @@ def bench(
             "--plot needs matplotlib, which is not installed; install the extra: pip "
             "install 'thundersync_jax[plots]', or leave --plot out."
         )
-    if workdir is None:
-        with tempfile.TemporaryDirectory() as folder:
-            return bench(config, folder, steps=steps, environment=environment)
     display = Display()
-    with Run(config, workdir, environment, display.line, owner=True) as run:
+    kept = None if workdir is None else contextlib.nullcontext(workdir)
+    with (
+        kept or tempfile.TemporaryDirectory() as workdir,
+        Run(config, workdir, environment, display.line, owner=True) as run,
+    ):
         with Checkpoints(Path(workdir) / "warm_start", keep=2) as checkpoints:
             params = warm_start(run, run.initial_params(), checkpoints).params
         races = _Races(run, display, state.init(run.optimizer, params))
@@ -127,14 +117,14 @@ def _bench_engines(config: Config, repeats: int) -> dict[str, Any]:
     display, model, rollout = Display(), config.model, config.rollout
     # The sampler has its devices here although there are servers.
     local = dataclasses.replace(config, vllm=VLLMConfig())
-    devices.prepare(local)
-    placement = devices.place(local)
+    placement.prepare(local)
+    places = placement.place(local)
     policy = models.build(model)
-    params = parameters.initializer(config, policy, placement.mesh)()
+    params = placement.initializer(config, policy, places.mesh)()
     context_tokens = rollout.context_tokens
     compared: dict[str, Engine | RemoteEngine] = {
         "in process": in_process.make(
-            placement.samplers,
+            places.samplers,
             policy,
             params,
             slots=max(_REQUESTS),
@@ -163,8 +153,7 @@ def _bench_engines(config: Config, repeats: int) -> dict[str, Any]:
         for requests in _REQUESTS
     ]
     speeds = engine_bench.measure(compared, loads, repeats, params)
-    reference = "vLLM" if "vLLM" in compared else None
-    for line in engine_bench.table(speeds, reference):
+    for line in engine_bench.table(speeds, "vLLM" if "vLLM" in compared else None):
         display.line(line)
     return {"engines": engine_bench.record(speeds)}
 
@@ -237,10 +226,9 @@ class _Races:
             learner_secs = self._choose_rows(sampled)
             env = run.config.env
             if "lognormal" in (env.tool_latency.kind, env.verify_latency.kind):
-                tried = live.scale_latencies(
+                for scale, secs in live.scale_latencies(
                     run, params, POLICY_VERSION, numbers, learner_secs
-                )
-                for scale, secs in tried:
+                ):
                     self.display.line(f"latencies x {scale:.3f}: rollouts {secs:.2f} s")
         self.compiles = 0
 

@@ -128,14 +128,13 @@ def _changed(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """The settings that differ from those of the first run, with each run's value."""
     first, *others = settings
     changes = [
-        {change.name: change for change in differences(first, other)}
-        for other in others
+        {change.name: change for change in differences(first, s)} for s in others
     ]
     table = {}
-    for name in sorted({name for each in changes for name in each}):
-        saved = next(each[name].saved for each in changes if name in each)
-        rest = [each[name].current if name in each else saved for each in changes]
-        table[name] = [saved, *rest]
+    for name in sorted({name for run in changes for name in run}):
+        saved = next(run[name].saved for run in changes if name in run)
+        values = [run[name].current if name in run else saved for run in changes]
+        table[name] = [saved, *values]
     return table
 
 
@@ -146,11 +145,7 @@ def _labels(folders: Sequence[Path]) -> list[str]:
 
 
 def _draw(path: str, runs: Mapping[str, Rows]) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.2, 4.0), dpi=160, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = pictures.new_figure(7.2, 4.0)
     axis = figure.subplots()
     for label, rows in runs.items():
         measured = [row for row in rows if "heldout_success" in row]

@@ -85,20 +85,22 @@ def export(
             "holds the parameters that a run begins with."
         )
     placement.prepare(config)
-    devices = placement.place(config).mesh
-    params = placement.initializer(config, Transformer(model), devices)()
-    if initial:
-        step = 0
-    else:
-        step, params = placement.policy(workdir, params, step)
+    mesh = placement.place(config).mesh
+    params = placement.initializer(config, Transformer(model), mesh)()
+    step, params = (0, params) if initial else placement.policy(workdir, params, step)
     if untied and model.tied_embeddings:
         params = params | {"unembed": params["embed"]}
         # A path would decide about the head again.
         model = dataclasses.replace(model, path=None, tied_embeddings=False)
-    byte_level = config.model.path is None
+    byte_level = source is None
     generation = {"eos_token_id": tokenizer.END} if byte_level else None
     weights.save(
-        *(folder, model, params, dtype), tokenizer_from=source, generation=generation
+        folder,
+        model,
+        params,
+        dtype,
+        tokenizer_from=source,
+        generation=generation,
     )
     if byte_level:
         replace_json(Path(folder) / "tokenizer.json", tokenizer.tokenizer_json())

@@ -47,8 +47,6 @@ _MEMBER_COLUMNS = (
     Column("policy\nversion"),
     Column("stop reason", left=True),
 )
-
-
 _SELECTED_COLUMNS = (Column("group"), *_MEMBER_COLUMNS)
 
 
@@ -87,7 +85,8 @@ def show(
     display = Display()
     result: dict[str, Any] = {"step": step}
     if worst is not None or failed:
-        records = _failed(records) if failed else _worst(records, worst)
+        without = [r for r in records if r.trajectory.reward is None]
+        records = without if failed else _worst(records, worst)
         kind = "failed" if failed else "of the lowest rewards"
         title = f"step {step}: {len(records)} {kind}"
         _show_members(display, records, title, _SELECTED_COLUMNS)
@@ -133,10 +132,6 @@ def _worst(records: Sequence[Record], count: int) -> list[Record]:
     return sorted(judged, key=lambda r: (r.trajectory.reward, r.trajectory.key))[:count]
 
 
-def _failed(records: Sequence[Record]) -> list[Record]:
-    return [record for record in records if record.trajectory.reward is None]
-
-
 def _show_members(
     display: Display,
     records: Sequence[Record],
@@ -176,7 +171,7 @@ def _pick(numbered: dict[int, Any], wanted: int, kind: str) -> Any:
 
 def _group_rows(groups: dict[int, list[Record]], width: int) -> list[list[str]]:
     """The cells of all groups, the prompts cut to what the others leave."""
-    rows = [_group_cells(group, members) for group, members in groups.items()]
+    rows = [_group_cells(n, members) for n, members in groups.items()]
     bare = tables.fit(_GROUP_COLUMNS, [[row[0], "", *row[2:]] for row in rows])
     left = bare[1].extent + max(0, width - tables.extent(bare))
     return [[row[0], tables.cut(row[1], left), *row[2:]] for row in rows]

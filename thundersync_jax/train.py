@@ -98,21 +98,25 @@ def train(
             now, facts = checkpoints.restore(start, now)
             run.restore_baselines(facts["baselines"])
             display.line(f"resumed after step {start}")
-        clock = _Clock(facts["elapsed_secs"])
+        origin = time.monotonic() - facts["elapsed_secs"]
+
+        def elapsed_secs() -> float:  # pauses between processes left out
+            return time.monotonic() - origin
+
         loop = _Loop(run, display, now, facts["version"], start)
         first = start + bool(start)  # to be written
         loggers = [*named_sinks(config, workdir, first), *sinks]
         with Metrics(workdir, first, loggers, display.line) as metrics:
             if not start:
                 row = loop.evaluate(0, "after the warm start")
-                metrics.write(0, row | {"elapsed_secs": clock.secs})
+                metrics.write(0, row | {"elapsed_secs": elapsed_secs()})
             for step in range(start + 1, config.steps + 1):
                 row = loop.step(step)
                 if _due(step, config.evaluation.every_steps, config.steps):
                     row |= loop.evaluate(step, "held-out")
-                metrics.write(step, row | {"elapsed_secs": clock.secs})
+                metrics.write(step, row | {"elapsed_secs": elapsed_secs()})
                 if _due(step, config.checkpoint.every_steps, config.steps):
-                    checkpoints.save(step, loop.now, loop.facts(clock.secs))
+                    checkpoints.save(step, loop.now, loop.facts(elapsed_secs()))
         checkpoints.wait()
         if config.closing_comparison:
             live.closing_comparison(run, display, loop.now.params, loop.version)
@@ -121,7 +125,7 @@ def train(
         if saved:
             steps.show_saved(display, saved, config.release)
         _draw(config, workdir, display, rows, warm.history)
-        result = _result(config, rows, loop, clock.secs) | {"saved": saved}
+        result = _result(config, rows, loop, elapsed_secs()) | {"saved": saved}
     save_result(workdir, result)
     return result
 
@@ -272,17 +276,6 @@ def _result(
         "wall_secs": secs,
         "sha256": sha256(loop.now),
     }
-
-
-class _Clock:
-    """Seconds of the run so far, pauses between its processes left out."""
-
-    def __init__(self, before_secs: float):
-        self._origin = time.monotonic() - before_secs
-
-    @property
-    def secs(self) -> float:
-        return time.monotonic() - self._origin
 
 
 def _due(step: int, every: int, last: int) -> bool:

@@ -3,17 +3,12 @@
     python -m thundersync_jax.verify --config=configs/quickstart.py --steps=3
 
 Variants are the release rules and, with `--orders`, random orders of arrival under
-trajectory release. All start from the warm start.
-
-With plain sums each step's trajectories are sampled once and every variant gets the
-same parameters, those of the batch rule; the difference is |g - g_batch|_2 /
-|g_batch|_2 over all parameters. Beside it stands the control: the largest difference
-among batch runs that only permute and re-pack.
-
-With `--config.accumulator=exact` every variant runs freely (module `free_runs`), and
-all must end with the same bits.
+trajectory release. With plain sums all get the parameters of the batch rule and the
+same trajectories; with `--config.accumulator=exact` each runs freely from the warm
+start (module `free_runs`), and all must end with the same bits.
 """
 
+import contextlib
 import dataclasses
 import tempfile
 from collections.abc import Sequence
@@ -104,22 +99,13 @@ def verify(
             f"{orders}; expected at least 1 step, no fewer than 0 orders and rules "
             f"among {', '.join(config.releases)}, batch included."
         )
-    if workdir is None:
-        with tempfile.TemporaryDirectory() as folder:
-            return verify(
-                config,
-                folder,
-                releases=releases,
-                orders=orders,
-                steps=steps,
-                environment=environment,
-                model=model,
-            )
     display = Display()
     variants = replay.variants(releases, orders)
-    with Run(
-        config, workdir, environment, display.line, owner=True, model=model
-    ) as run:
+    kept = None if workdir is None else contextlib.nullcontext(workdir)
+    with (
+        kept or tempfile.TemporaryDirectory() as workdir,
+        Run(config, workdir, environment, display.line, owner=True, model=model) as run,
+    ):
         with Checkpoints(Path(workdir) / "warm_start", keep=2) as checkpoints:
             params = warm_start(run, run.initial_params(), checkpoints).params
         start = state.init(run.optimizer, params)

@@ -42,14 +42,12 @@ class OptimConfig:
     schedule: RateSchedule = "constant"  # of the rate after the warm-up
     decay_steps: int | None = None  # updates until the floor, the warm-up's included
     floor: float = 0.0  # share of learning_rate that linear and cosine end at
-    factory: str | None = (
-        None  # module:function of an optax transformation; none: AdamW
-    )
+    factory: str | None = None  # module:function of optax's kind; none: AdamW
 
     def __post_init__(self):
         check_types(self, "optim.")
-        at_least_zero(self, "optim.", ["learning_rate", "warmup_steps"])
-        at_least_zero(self, "optim.", ["weight_decay"])
+        names = ["learning_rate", "warmup_steps", "weight_decay"]
+        at_least_zero(self, "optim.", names)
         share(self, "optim.", ["floor"])
         falling = ("linear", "cosine")
         effective(self, "optim.", ["decay_steps", "floor"], "schedule", falling)

@@ -80,19 +80,9 @@ class ModelConfig:
 
 # What a folder's config.json decides.
 SHAPE = (
-    "vocab_size",
-    "layers",
-    "width",
-    "mlp_width",
-    "heads",
-    "kv_heads",
-    "head_dim",
-    "rope_theta",
-    "rope",
-    "norm_eps",
-    "qk_norm",
-    "attention_bias",
-    "tied_embeddings",
+    *model_folder.SIZES,
+    *("rope_theta", "rope", "norm_eps"),
+    *("qk_norm", "attention_bias", "tied_embeddings"),
 )
 
 

@@ -28,11 +28,7 @@ from thundersync_jax.config.groups import (
     WarmStartConfig,
 )
 from thundersync_jax.config.loss import LossConfig, OptimConfig
-from thundersync_jax.config.model import (
-    ModelConfig,
-    check_sharding,
-    check_tokens,
-)
+from thundersync_jax.config.model import ModelConfig, check_sharding, check_tokens
 from thundersync_jax.config.settings import changeable, check_types
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.stream import refusals
@@ -150,10 +146,9 @@ def check_family(config: Config, cause: str) -> None:
 
 def _check_folders(config: Config) -> None:
     source, target = config.model.path, config.vllm.weights_dir
-    places = [os.path.realpath(os.path.expanduser(p)) for p in (source, target) if p]
-    same = len(places) == 2 and places[0] == places[1]
+    places = {os.path.realpath(os.path.expanduser(p)) for p in (source, target) if p}
     require(
-        not same,
+        not (source and target) or len(places) == 2,
         f"vllm.weights_dir is {target!r}, which is model.path",
         "another folder: new weights are written there",
         "Copy the model there with thundersync_jax.export --initial.",
@@ -245,10 +240,8 @@ def _check_remote_teacher(config: Config) -> None:
     loss, temperature = config.loss, config.rollout.temperature
     if not config.teacher.servers:
         return
-    sides = config.vllm.servers, config.teacher.servers
-    shared = set.intersection(
-        *({server.rstrip("/") for server in side} for side in sides)
-    )
+    samplers = {server.rstrip("/") for server in config.vllm.servers}
+    shared = samplers & {server.rstrip("/") for server in config.teacher.servers}
     require(
         not shared,
         f"vllm.servers and teacher.servers both have {min(shared, default='')!r}",
