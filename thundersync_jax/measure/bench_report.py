@@ -46,8 +46,6 @@ _COST_COLUMNS = (
     Column("\nstreamed", 8),
     Column("padded over\nreal tokens", 11),
 )
-
-
 _TEACHER_COLUMNS = (
     Column("release", 10, left=True),
     Column("learner\nover batch", 10),
@@ -88,9 +86,7 @@ def figures(rounds: Sequence[Round], facts: Mapping[str, Any]) -> dict[str, Any]
     return {
         "releases": releases,
         "speedup": {
-            name: _median(speedups(releases, name))
-            for name in releases
-            if name != "batch"
+            n: _median(speedups(releases, n)) for n in releases if n != "batch"
         },
         "finish_time_icc": _median(
             [_finish_time_icc(r.lives["batch"]) for r in rounds]
@@ -110,35 +106,35 @@ def _summary(release: str, rounds: Sequence[Round]) -> dict[str, Any]:
     lives = [r.lives[release] for r in rounds]
     dispatch = [secs for live in lives for secs in live.dispatch_secs]
 
-    def median(read):
-        return _median([read(live) for live in lives])
-
+    reports = [live.step.report for live in lives]
+    timings = [live.timing for live in lives]
+    step_secs = [timing.step_secs for timing in timings]
+    predicted = [live.predicted_secs for live in lives]
+    ratios = [a / b for a, b in zip(step_secs, predicted, strict=True)]
     return {
-        "step_secs": [live.timing.step_secs for live in lives],
-        "step_secs_median": median(lambda live: live.timing.step_secs),
-        "rollout_secs": median(lambda live: live.timing.rollout_secs),
-        "learner_secs": median(lambda live: live.timing.learner_secs),
-        "first_release_secs": median(lambda live: live.first_release_secs),
-        "last_work_secs": median(lambda live: live.last_work_secs),
-        "boundary_secs": median(lambda live: live.boundary_secs),
-        "tail_secs": median(lambda live: live.timing.tail_secs),
+        "step_secs": step_secs,
+        "step_secs_median": _median(step_secs),
+        "rollout_secs": _median([t.rollout_secs for t in timings]),
+        "learner_secs": _median([t.learner_secs for t in timings]),
+        "first_release_secs": _median([live.first_release_secs for live in lives]),
+        "last_work_secs": _median([live.last_work_secs for live in lives]),
+        "boundary_secs": _median([live.boundary_secs for live in lives]),
+        "tail_secs": _median([t.tail_secs for t in timings]),
         "dispatch_ms_median": 1e3 * _median(dispatch),
-        "predicted_secs": median(lambda live: live.predicted_secs),
-        "measured_over_predicted": median(
-            lambda live: live.timing.step_secs / live.predicted_secs
-        ),
-        "learner_idle_fraction": median(lambda live: live.timing.idle_fraction),
+        "predicted_secs": _median(predicted),
+        "measured_over_predicted": _median(ratios),
+        "learner_idle_fraction": _median([t.idle_fraction for t in timings]),
         "contention": _median([r.contention[release] for r in rounds]),
-        "streamed_share": median(lambda live: live.step.report.streamed_share),
-        "padded_over_real_tokens": median(
-            lambda live: live.step.report.padded_over_real_tokens
+        "streamed_share": _median([r.streamed_share for r in reports]),
+        "padded_over_real_tokens": _median(
+            [r.padded_over_real_tokens for r in reports]
         ),
         **_teaching([r.costs[release] for r in rounds if release in r.costs]),
     }
 
 
 def _teaching(costs: Sequence[Cost]) -> dict[str, float]:
-    """What is told only where a teacher scored."""
+    """The figures of benches with a teacher."""
     if not costs:
         return {}
     tokens = sum(cost.teacher_tokens for cost in costs)
@@ -160,15 +156,13 @@ def speedups(releases: Mapping[str, Any], release: str) -> list[float]:
 def exactness(rounds: Sequence[Round]) -> dict[str, float]:
     """What exact sums cost under trajectory release, where `PLAIN` took part."""
     pairs = [(r.lives["trajectory"].timing, r.lives[PLAIN].timing) for r in rounds]
+    ratios = [_ratio(exact.learner_secs, plain.learner_secs) for exact, plain in pairs]
+    speedups = [plain.step_secs / exact.step_secs for exact, plain in pairs]
     return {
         "learner_secs": _median([exact.learner_secs for exact, _ in pairs]),
         "plain_learner_secs": _median([plain.learner_secs for _, plain in pairs]),
-        "learner_ratio": _median(
-            [_ratio(exact.learner_secs, plain.learner_secs) for exact, plain in pairs]
-        ),
-        "speedup_kept": _median(
-            [plain.step_secs / exact.step_secs for exact, plain in pairs]
-        ),
+        "learner_ratio": _median(ratios),
+        "speedup_kept": _median(speedups),
     }
 
 

@@ -30,20 +30,12 @@ REST_SECS = 2.0  # before a round: threads of a server spin for a while after it
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """What one round asks.
+    """What one round asks. Prompts are drawn at random: no two begin alike."""
 
-    Attributes:
-      requests: Number of requests at once.
-      prompt_tokens: Length of a prompt, drawn at random: no two prompts begin alike.
-      tokens: Number of tokens sampled for a request.
-      vocab_size: Bound on the ids of prompts.
-      temperature: Sampling temperature.
-    """
-
-    requests: int
-    prompt_tokens: int
-    tokens: int
-    vocab_size: int
+    requests: int  # at once
+    prompt_tokens: int  # of each
+    tokens: int  # sampled for each
+    vocab_size: int  # bound on the ids of prompts
     temperature: float = 1.0
 
 

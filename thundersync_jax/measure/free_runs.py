@@ -50,26 +50,17 @@ class Difference(NamedTuple):
 
 @dataclasses.dataclass
 class FreeRun:
-    """One variant, step by step.
-
-    Attributes:
-      variant: Release rule and order of arrival.
-      digests: Per step a hash of every leaf of its `Outcome`, by path.
-      streamed_shares: Per step the share of trajectories that were streamed.
-      nonzero_groups: Per step the share of groups with an advantage other than 0.
-      plain_differences: Per step the relative difference of the gradient from that of
-        plain sums; under the batch rule only.
-      gradient_norm: L2 norm of the last step's gradient.
-      sha256: Checksum of the last parameters and optimizer state.
-    """
+    """One variant; every list has an entry per step."""
 
     variant: Variant
+    # A hash of every leaf of the `Outcome`, by path.
     digests: list[dict[str, str]] = dataclasses.field(default_factory=list)
     streamed_shares: list[float] = dataclasses.field(default_factory=list)
-    nonzero_groups: list[float] = dataclasses.field(default_factory=list)
+    nonzero_groups: list[float] = dataclasses.field(default_factory=list)  # shares
+    # Relative, of the gradient from that of plain sums; under the batch rule only.
     plain_differences: list[float] = dataclasses.field(default_factory=list)
-    gradient_norm: float = 0.0
-    sha256: str = ""
+    gradient_norm: float = 0.0  # L2, of the last step
+    sha256: str = ""  # of the last parameters and optimizer state
 
 
 def run_freely(
@@ -88,7 +79,7 @@ def run_freely(
     for step in range(1, steps + 1):
         trajectories, _ = roll_out(run, step, version)
         events = variant.events(trajectories, run.config.seed, step, run.open_groups)
-        done = replay.replay(
+        replayed = replay.replay(
             run, now.params, events, variant.release, rush=variant.rush
         )
         if variant.name == "batch":
@@ -96,17 +87,18 @@ def run_freely(
                 run, now.params, events, "batch", rows=1, accumulator="plain"
             )
             free_run.plain_differences.append(
-                replay.relative_difference(done.gradient, plain.gradient)
+                replay.relative_difference(replayed.gradient, plain.gradient)
             )
-        now, version, _ = conclude(run, update, now, done, version)
-        run.track_baselines(replay.counting(done, trajectories))
-        free_run.digests.append(_digests(_outcome(trajectories, done, now)))
-        free_run.streamed_shares.append(done.report.streamed_share)
-        free_run.nonzero_groups.append(replay.nonzero_groups(done))
-        free_run.gradient_norm = done.report.gradient_norm
+        now, version, _ = conclude(run, update, now, replayed, version)
+        run.track_baselines(replay.counting(replayed, trajectories))
+        free_run.digests.append(_digests(_outcome(trajectories, replayed, now)))
+        free_run.streamed_shares.append(replayed.report.streamed_share)
+        free_run.nonzero_groups.append(replay.nonzero_groups(replayed))
+        free_run.gradient_norm = replayed.report.gradient_norm
         display.line(
             f"{variant.name:<10}  step {step}  streamed share "
-            f"{done.report.streamed_share:.2f}  gradient {free_run.gradient_norm:.3g}"
+            f"{replayed.report.streamed_share:.2f}  gradient "
+            f"{free_run.gradient_norm:.3g}"
         )
     free_run.sha256 = sha256(now)
     run.baselines = baselines
@@ -156,12 +148,12 @@ def show(display: Display, runs: Sequence[FreeRun], result: dict[str, Any]) -> N
 
 
 def _outcome(
-    trajectories: Sequence[Trajectory], done: Replay, now: state.State
+    trajectories: Sequence[Trajectory], replayed: Replay, now: state.State
 ) -> Outcome:
     return Outcome(
         np.concatenate([t.ids for t in trajectories]),
         np.array([t.reward for t in trajectories], np.float64),
-        done.gradient,
+        replayed.gradient,
         *now,
     )
 

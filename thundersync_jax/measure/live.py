@@ -61,28 +61,18 @@ _CLOSING_NOTES = (
 
 @dataclasses.dataclass(frozen=True)
 class Live:
-    """One step under one release rule, in seconds.
-
-    Attributes:
-      step: The step's gradient, trajectories and calls.
-      timing: Durations of the step's parts.
-      predicted_secs: The formula on the rule's own arrivals and own work.
-      first_release_secs: From the start until the first gradient might begin.
-      last_work_secs: Duration of the gradient call that ended last.
-      boundary_secs: From the end of reward and work to the end of the step.
-      dispatch_secs: For each call that found its learner idle, from the moment it
-        might begin (the verdict in the rollout thread) until the device had it.
-      spans: Bars of the step's timeline.
-    """
+    """One step under one release rule, in seconds."""
 
     step: Step
     timing: StepTiming
-    predicted_secs: float
-    first_release_secs: float
-    last_work_secs: float
-    boundary_secs: float
+    predicted_secs: float  # the formula on the rule's own arrivals and own work
+    first_release_secs: float  # from the start until the first gradient might begin
+    last_work_secs: float  # of the gradient call that ended last
+    boundary_secs: float  # from the end of reward and work to the end of the step
+    # Of each call that found its learner idle, from the moment it might begin (the
+    # verdict in the rollout thread) until the device had it.
     dispatch_secs: list[float]
-    spans: list[Span]
+    spans: list[Span]  # bars of the step's timeline
 
 
 def live(
@@ -109,17 +99,15 @@ def live(
     done = run_step(run, stream, run.train_jobs(step), version, progress, on_progress)
     boundary(done)
     end = time.monotonic()
-    spans = run.timeline.spans(since=done.start_secs)
+    spans, replicas = run.timeline.spans(since=done.start_secs), run.config.mesh.replica
     arrivals = _arrivals(done, release, run.judged)
-    worked = max([done.last_reward_secs, *(ran.end_secs for ran in done.calls)])
+    last_reward_secs = done.last_reward_secs
+    worked = max([last_reward_secs, *(ran.end_secs for ran in done.calls)])
     return Live(
         step=done,
-        timing=step_timing(spans, done.start_secs, end, run.config.mesh.replica),
-        predicted_secs=predicted_secs(
-            done, arrivals, end - worked, run.config.mesh.replica
-        ),
-        first_release_secs=min(arrivals, default=done.last_reward_secs)
-        - done.start_secs,
+        timing=step_timing(spans, done.start_secs, end, replicas),
+        predicted_secs=predicted_secs(done, arrivals, end - worked, replicas),
+        first_release_secs=min(arrivals, default=last_reward_secs) - done.start_secs,
         last_work_secs=done.calls[-1].secs if done.calls else 0.0,
         boundary_secs=end - worked,
         dispatch_secs=_dispatch_secs(done.calls, arrivals),
@@ -187,13 +175,11 @@ def closing_comparison(run: Run, display: Display, params: Tree, version: int) -
     for note in _CLOSING_NOTES:
         display.line(note)
     if not run.config.loss.has_additive:
-        groups: dict[int, list[float]] = {}
-        for (group, _), advantage in batch.advantages.items():
-            groups.setdefault(group, []).append(advantage)
-        idle = sum(not any(advantages) for advantages in groups.values())
+        groups = {group for group, _ in batch.advantages}
+        moving = {group for (group, _), a in batch.advantages.items() if a != 0}
         display.line(
-            f"{idle} of {len(groups)} groups have advantages of 0 alone, no gradient: "
-            "only batch and group release know in time."
+            f"{len(groups - moving)} of {len(groups)} groups have advantages of 0 "
+            "alone, no gradient: only batch and group release know in time."
         )
 
 
@@ -293,9 +279,7 @@ def scale_latencies(
     """
     tried: list[tuple[float, float]] = []
     while True:
-        secs = statistics.median(
-            sample(run, params, version, step)[1] for step in steps
-        )
+        secs = statistics.median(sample(run, params, version, n)[1] for n in steps)
         tried.append((run.latency_scale, secs))
         best = min(tried, key=lambda entry: abs(entry[1] / wanted_secs - 1))
         enough = min(scale for scale, _ in tried) < _LEAST_SCALE

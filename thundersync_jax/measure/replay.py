@@ -33,15 +33,12 @@ class Event(NamedTuple):
 class Variant:
     """One way in which the trajectories of a step may come to a stream.
 
-    Attributes:
-      name: The name of the release rule or the order.
-      release: The release rule.
-      order: 0 for the rule's own order: under batch release that of the members, else
-        one in which every group's last reward is late. Otherwise which of the random
-        ones; every second of them comes in one rush, so that work piles up.
+    Order 0 is the rule's own: under batch release that of the members, else one in
+    which every group's last reward is late. The others are random; every second of
+    them comes in one rush, so that work piles up.
     """
 
-    name: str
+    name: str  # of the release rule or the order
     release: str
     order: int = 0
 
@@ -108,16 +105,16 @@ def replay(
         present = {member for other, member in places if other == group}
         for member in set(range(members)) - present:
             stream.fail(group, member, "no tokens")
-    for kind, trajectory, *where in events:
+    for kind, trajectory, start, end in events:
         if kind == "turn":
-            feed.turn(run, stream, trajectory, *where)
+            feed.turn(run, stream, trajectory, start, end)
         elif kind == "complete":
             feed.complete(run, stream, trajectory)
         elif kind == "reward":
             feed.reward(run, stream, trajectory)
         else:
-            place = trajectory.key.group, trajectory.key.member
-            stream.fail(*place, trajectory.stop_reason.value)
+            group, member = trajectory.key[1:3]
+            stream.fail(group, member, trajectory.stop_reason.value)
         if not rush:
             stream.drain()
     gradient, report = stream.finish()
@@ -134,9 +131,8 @@ def permuted(
     trajectories: Sequence[Trajectory], rng: np.random.Generator
 ) -> list[Event]:
     """Events of one trajectory after another in random order."""
-    return [
-        e for i in rng.permutation(len(trajectories)) for e in _events(trajectories[i])
-    ]
+    order = rng.permutation(len(trajectories))
+    return [event for i in order for event in _events(trajectories[i])]
 
 
 def last_rewards_late(
@@ -179,8 +175,8 @@ def with_turns(events: Sequence[Event], rng: np.random.Generator) -> list[Event]
         if event.kind != "reward":
             turns = feed.scored_turns(event.trajectory)
             times = np.sort(rng.uniform(-1, i, len(turns)))
-            for secs, (start, end) in zip(times, turns, strict=True):
-                placed.append((secs, Event("turn", event.trajectory, start, end)))
+            for time, (start, end) in zip(times, turns, strict=True):
+                placed.append((time, Event("turn", event.trajectory, start, end)))
     return [event for _, event in sorted(placed, key=lambda pair: pair[0])]
 
 

@@ -54,7 +54,7 @@ def step_metrics(
     after clipping.
     """
     trajectories = step.trajectories
-    # Of the verdicts themselves: the stream was told of them less their penalties.
+    # Of the verdicts themselves; the stream has them less their penalties.
     rewards = [t.reward for t in trajectories if t.reward is not None]
     known = {}
     if rewards or config.loss.advantage != "none":  # without rewards in the loss
@@ -214,13 +214,12 @@ class LaterReleases:
 
     def measure(self, run: Run, params: Any, version: int) -> None:
         """Runs every gradient program on an idle learner, before the first step."""
-        start, passes = time.monotonic(), 0
-        while self._releases and passes < _PASSES:
+        start = time.monotonic()
+        for _ in range(_PASSES if self._releases else 0):
             run.clock.take()
             compile_all(run, params, version)
             for ran in run.clock.take():
                 self._idle.add(ran)
-            passes += 1
             if time.monotonic() - start > _MEASURED_SECS:
                 break
 
@@ -297,7 +296,7 @@ def saved(rows: Sequence[Mapping[str, Any]], release: str) -> dict[str, Any] | N
     secs = saved_secs(rows, release)
     if not secs:
         return None
-    totals = {name: sum(each) for name, each in secs.items()}
+    totals = {name: sum(steps) for name, steps in secs.items()}
     contention = known_mean(row.get("contention") for row in rows).mean
     return {
         "steps": len(secs[release]),
@@ -331,8 +330,7 @@ def show_saved(display: Display, figures: Mapping[str, Any], release: str) -> No
         "predicted: the formula on this run's verdicts and on its gradient calls, as "
         "fast as on an idle learner."
     )
-    if figures["contention"]:
-        contention = figures["contention"]
+    if contention := figures["contention"]:
         display.line(f"Beside rollouts these took {contention:.2f} times as long.")
 
 
