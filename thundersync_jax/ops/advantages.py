@@ -1,22 +1,15 @@
 """Advantages on the host, in float64: all rewards of one scope in, numbers out.
 
-An estimator is one function of an array of rewards, with two declarations:
-
-    A_i = phi(r_i; {r_1 ... r_N})
-
-- its *scope*: the N rewards are those of one group, of all kept groups of a step
-  (batch), or the member's own alone (member);
-- whether it is *affine* in the member's own reward, A_i = scale * r_i + offset with
-  scale and offset of the set of rewards. Then two sums of score gradients serve any
-  number of rewards; otherwise they serve two distinct ones (`line`).
+An estimator is one function of an array of rewards, A_i = phi(r_i; {r_1 ... r_N}). Its
+*scope* says whose they are: those of one group, of all kept groups of a step (batch),
+or the member's own alone (member). Where it is *affine* in the member's own reward two
+sums of score gradients serve any number of rewards, otherwise two distinct ones
+(`line`).
 
 Equal rewards get equal advantages, so that a scope is a `table` with one row for each
-distinct reward. Estimators see the surviving members only, at least one. Those below
-subtract a reward before they take moments, in two passes: rewards 1000 and 1001 lose no
-digits, and, but for a fixed baseline, equal rewards give exactly 0.
-
-What a reward loses before estimators see it is here too: `length_penalty`, and the
-baseline that `PromptBaseline` tracks for each prompt.
+distinct reward. Those below subtract a reward before they take moments, in two passes:
+rewards 1000 and 1001 lose no digits and, but for a fixed baseline, equal rewards give
+exactly 0. What a reward loses before is here too: `length_penalty`, `PromptBaseline`.
 """
 
 import dataclasses
@@ -49,9 +42,9 @@ class Estimator:
       name: Shown in reports and errors.
       function: Rewards float64[N] of one scope, N >= 1, to advantages float64[N]. It
         may depend on a member's own reward and on the set of all rewards, nothing else.
-      scope: Whose rewards it is given.
-      affine: Whether A_i = scale * r_i + offset. A wrong True makes wrong gradients; a
-        wrong False costs only waiting.
+      scope: "group", "batch" or "member", of which it is given the rewards.
+      affine: Whether A_i = scale * r_i + offset with scale and offset of the set. A
+        wrong True makes wrong gradients; a wrong False costs only waiting.
 
     Raises:
       ValueError: On one of some small lists of rewards it does not do as declared.
@@ -115,7 +108,7 @@ def line(
     there, the reward farthest from the centre gives the best scale.
 
     Args:
-      table: As `Estimator.table` returns it.
+      table: Advantages by reward, from `Estimator.table`.
       centre: A reward of the table.
       other: Another; or the centre itself, for the constant through it alone.
       unit: What rewards are measured in: where they differ by 1e-310, the scale per 1
@@ -340,19 +333,17 @@ class PromptBaseline:
     Source: the persistent value tracker of SPO, Xu and Ding 2025 (arXiv 2509.13232).
     Differs: a constant decay where SPO adapts it to the policy's KL, and no Beta prior:
       rewards may be any number, and an unseen prompt takes the mean of all prompts.
+
+    Args:
+      decay: What a visit's weight is multiplied by at the next one, from 0 (the last
+        visit alone) to 1 (all count alike).
+      prior: The baseline before any step, in units of the reward.
+
+    Raises:
+      ValueError: `decay` is not within 0 and 1, or `prior` is not finite.
     """
 
     def __init__(self, decay: float, prior: float = 0.0):
-        """A baseline that has seen nothing.
-
-        Args:
-          decay: What a visit's weight is multiplied by at the next one, from 0 (the
-            last visit alone) to 1 (all count alike).
-          prior: The baseline before any step, in units of the reward.
-
-        Raises:
-          ValueError: `decay` is not within 0 and 1, or `prior` is not finite.
-        """
         if not 0 <= decay <= 1:
             raise ValueError(f"decay is {decay!r}; expected a number from 0 to 1")
         if not math.isfinite(prior):

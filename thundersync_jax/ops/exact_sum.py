@@ -1,36 +1,15 @@
 """Sums of float32 arrays whose bits do not depend on the order of the addends.
 
-Plain sums round after every addition, so another order gives other bits. Here every
-addend x is cut, sign and magnitude apart, into whole numbers on one absolute grid:
+Every addend is cut into whole numbers on one absolute grid, which are summed as int32,
+three to an entry; each row keeps the three highest steps of the grid that its addends
+have reached. The state is a function of the multiset of addends, and so is the value.
+`docs/exactness.md` has the arithmetic, the proof and the error.
 
-    R_j = floor(|x| / 2^(19 j) + 1/2),    d_j = R_j - 2^19 R_(j+1),    |d_j| <= 2^18
-
-and the whole numbers of equal step j are summed as int32. A row (the last axis of the
-whole, unsharded array; a scalar is one row) keeps the steps t, t - 1 and t - 2, where t
-is the lowest top that holds its largest addend so far, |x| < 2^(19 t + 18). Step j lies
-in slot j mod 3: when a larger addend raises t, a slot whose step falls out of the range
-is cleared and holds a higher step from then on, the others stay as they are. As the d_j
-from step t - 2 upwards add up to x rounded to the grid of that step, clearing equals
-having rounded all earlier addends to the coarser grid. Slots and tops, the whole state,
-are therefore functions of the multiset of addends, and so is the value read from them.
-
-    limbs : int32[3, *leaf]       slot c sums the d_j of the one step j = c (mod 3)
+    limbs : int32[3, *leaf]       slot c sums the digits of the one step j = c (mod 3)
     tops  : int8[*leaf[:-1], 1]   t of each row, or 7 once an addend was not finite
 
-For n addends the value is within n 2^-38 of the row's largest addend, plus half a unit
-in its last place: carries wait until then, and it is rounded once, to nearest, ties to
-even. What vanishes: the part of an addend below half of 2^(19 (t - 2)). That is all of
-an addend below 2^-57 of its row's largest, and of none above 2^-38 of it; plain sums
-may be closer for entries that stay below about 2^-14 of their row. Rows that stay below
-2^-96 are exact, subnormals included. Exact cancellation gives +0, as does any sum of
-zeros. A sum beyond float32 reads as an infinity; later addends may bring it back.
-
-Everything is integer arithmetic on the bits: neither fused products nor flushed
-subnormals nor algebraic simplification can touch it, and splitting a row over devices
-changes nothing. The functions are pure and may be traced. To update in place, donate
-the state and have the result lie where it lay:
-
-    add_in_place = jax.jit(add, donate_argnums=0, out_shardings=<the state's>)
+The functions are pure and may be traced. To update in place, donate the state and have
+the result lie where it lay: jit `add` with `donate_argnums=0` and its `out_shardings`.
 """
 
 import functools
@@ -42,7 +21,6 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 Tree = Any
-
 SLOTS = 3
 STEP_BITS = 19
 # 8,191 digits of at most 2^18 and one carry fit into an int32.
@@ -100,7 +78,6 @@ def add(state: ExactSum, tree: Tree, fresh: jax.Array | bool = False) -> ExactSu
       ValueError: A leaf has another shape than its sum, or is no float of at most 32
         bits.
     """
-
     for path, leaf in jax.tree.leaves_with_path(tree):
         _refuse_dtype(path, leaf)
     _refuse_shapes(state.limbs, tree, 0)
@@ -370,9 +347,7 @@ def _zeros(specs):
         return limbs, tops, jnp.zeros((), jnp.int32)
 
     layouts = [_layouts(shape, sharding) for shape, sharding in specs]
-    count = None
-    for _, sharding in specs:
-        if isinstance(sharding, NamedSharding):
-            count = NamedSharding(sharding.mesh, PartitionSpec())
+    named = [s for _, s in specs if isinstance(s, NamedSharding)]
+    count = NamedSharding(named[-1].mesh, PartitionSpec()) if named else None
     shardings = [limbs for limbs, _ in layouts], [tops for _, tops in layouts], count
     return jax.jit(zeros, out_shardings=shardings)

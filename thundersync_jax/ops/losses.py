@@ -296,7 +296,7 @@ def percentile(sums: Mapping[str, float], percent: float) -> float:
     """The |log-ratio| below which so many percent of the tokens lie.
 
     Args:
-      sums: As `mismatch` returns them, summed over samples.
+      sums: The scalars of `mismatch` by name, summed over samples.
       percent: Between 0 and 100.
 
     Returns:

@@ -3,16 +3,11 @@
     batch : [1, *param]   the sum of everything whose coefficient is known
     group : [S, *param]   S sums of one open group whose coefficients are still unknown
 
-For a group advantage A_i = scale * (r_i - centre) + offset, two sums over the streamed
-members suffice, F0 = sum s_i and F1 = sum (r_i - centre) s_i, because
-
-    sum A_i s_i = offset * F0 + scale * F1 .
-
-A third, FA, holds additive gradients of a group that may still be dropped. Which sums
-exist is the caller's choice of weights; here a group is S linear combinations of the
-gradients that one call brings. Pure functions of pytrees; sums are float32 whatever the
-parameters' dtype (float64 for float64). Sums are donated: use the returned one. The
-leading 1 of the batch sum is the replica axis, on which replicas' sums are joined.
+A group is S linear combinations of the gradients that one call brings, F0, F1 and FA of
+`docs/method.md`: which, is the caller's choice of weights. Pure functions of pytrees;
+sums are float32 whatever the parameters' dtype (float64 for float64). Sums are donated:
+use the returned one. The leading 1 of the batch sum is the replica axis, on which
+replicas' sums are joined.
 """
 
 import functools
@@ -35,14 +30,9 @@ def sum_dtype(dtype: Any) -> Any:
 
 
 def init(params: Tree, channels: int = 1) -> Tree:
-    """Zero sums that lie where the parameters lie.
+    """Zero sums [channels, *param] that lie where the parameters lie.
 
-    Args:
-      params: Parameter arrays.
-      channels: 1 for the batch sum, S for the sums of an open group.
-
-    Returns:
-      A tree like `params` of zeros, [channels, *param].
+    `channels` is 1 for the batch sum, S for the sums of an open group.
     """
     leaves, treedef = jax.tree.flatten(params)
     specs = tuple(
@@ -54,12 +44,10 @@ def init(params: Tree, channels: int = 1) -> Tree:
 
 def bytes_per_device(params: Tree) -> int:
     """Bytes of one sum on one device: the batch has one, an open group S."""
-
-    def leaf_bytes(x):
-        shard = x.sharding.shard_shape(x.shape)
-        return math.prod(shard) * sum_dtype(x.dtype).itemsize
-
-    return sum(leaf_bytes(x) for x in jax.tree.leaves(params))
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * sum_dtype(x.dtype).itemsize
+        for x in jax.tree.leaves(params)
+    )
 
 
 def add_direct(batch: Tree, gradient: Tree) -> Tree:
@@ -83,9 +71,6 @@ def add_group(
       gradients: N trees like the parameters.
       weights: [S, N], sum s receives sum_n weights[s, n] * gradients[n].
       factors: [S], what the sums so far are multiplied by first; None for 1.
-
-    Returns:
-      The new sums [S, *param].
     """
     if factors is None:
         factors = np.ones(len(weights))
@@ -95,34 +80,25 @@ def add_group(
 def close_group(batch: Tree, group: Tree, coefficients: jax.Array) -> Tree:
     """Adds a group whose coefficients are now known. `batch` is donated, `group` not.
 
-    Args:
-      batch: The batch sum [1, *param].
-      group: Sums [S, *param]; their place may be used again with `fresh`.
-      coefficients: [S], the number each sum is multiplied by.
+    `coefficients` [S] multiply the sums, whose place may be used again with `fresh`.
     """
     return compiled(_close_group, batch)(batch, group, coefficients)
 
 
 def finalize(batches: Tree, denominator: Any, like: Tree) -> tuple[Tree, jax.Array]:
-    """Reduces over replicas and divides once.
+    """Reduces batch sums [R, *param] over replicas and divides once, by Z > 0.
 
-    Args:
-      batches: Batch sums of all replicas, [R, *param].
-      denominator: Scalar Z > 0.
-      like: The parameters; the gradient is laid out like them.
-
-    Returns:
-      The gradient [*param], and its L2 norm over the whole tree.
+    Returns the gradient [*param], laid out as `like`, and its L2 norm over the tree.
     """
     shardings = tuple(x.sharding for x in jax.tree.leaves(like))
     return _finalize(shardings, batches, denominator)
 
 
-def lead_sharding(sharding: jax.sharding.Sharding, name: str | None = None):
-    """The sharding of an array with one more leading axis, split over axis `name`."""
+def lead_sharding(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
+    """The sharding of an array with one more leading axis, which is not split."""
     if not isinstance(sharding, NamedSharding):
         return sharding
-    spec = PartitionSpec(name, *sharding.spec)
+    spec = PartitionSpec(None, *sharding.spec)
     return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
 
 

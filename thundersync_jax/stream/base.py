@@ -27,15 +27,8 @@ from thundersync_jax.stream.surrogate import Gradient, Sample
 class Stream:
     """Collects one step and returns its gradient. One thread owns a stream.
 
-    Args:
-      schedule: Decides on the order of gradient calls.
-      learner: Carries decisions out.
-      scope: Whose rewards an advantage depends on: "member", "group" or "batch".
-      lossy: Whether sums may have to be forgotten, as their group may be lost.
-      denominator: Z: a name or a number.
-      partial_groups: "drop", "keep" or "fail".
-      policy_version: Of the parameters, or None for the first version seen.
-      on_call: Called with each call and an array that is ready when it has ended.
+    The two streams describe their settings. `scope` says whose rewards an advantage
+    depends on, `lossy` whether sums may have to be forgotten with their group.
     """
 
     def __init__(
@@ -211,11 +204,7 @@ class Stream:
         version: int | None,
         event: str,
     ) -> tuple[Entry, Hashable]:
-        """A sample as the ledger has it, and its bucket. Changes nothing.
-
-        Raises:
-          ValueError: It is not of this step, or the member takes none any more.
-        """
+        """A sample as the ledger has it, and its bucket. Changes nothing."""
         self._check_alive()
         refusals.check_version(group, member, version, self._version)
         needed = self._denominator == "tokens"

@@ -22,12 +22,6 @@ from thundersync_jax.stream.base import Stream
 from thundersync_jax.stream.learner import Learner
 from thundersync_jax.stream.ledger import Computed
 from thundersync_jax.stream.padding import Padded
-from thundersync_jax.stream.refusals import (
-    Accumulator,
-    Denominator,
-    PartialGroups,
-    UniformGroups,
-)
 from thundersync_jax.stream.schedule import BATCH, Call, Release, Rules
 from thundersync_jax.stream.schedule.order import Schedule
 from thundersync_jax.stream.segments import Segments
@@ -88,12 +82,12 @@ class GradientStream(Stream):
         params: Params,
         *,
         estimator: Estimator | None,
-        denominator: Denominator = "trajectories",
+        denominator: refusals.Denominator = "trajectories",
         release: Release = "trajectory",
         open_groups: int = 4,
-        partial_groups: PartialGroups = "drop",
-        uniform_groups: UniformGroups = "keep",
-        accumulator: Accumulator = "plain",
+        partial_groups: refusals.PartialGroups = "drop",
+        uniform_groups: refusals.UniformGroups = "keep",
+        accumulator: refusals.Accumulator = "plain",
         policy_version: int | None = None,
         frozen: Tree = None,
         rows_per_call: int = 1,
@@ -150,7 +144,7 @@ class GradientStream(Stream):
         """Announces a group: the `members` trajectories of one prompt.
 
         Args:
-          group: Its name.
+          group: Name of the group.
           members: Number of trajectories, at least 1.
           baseline: Known beforehand, as one tracked per prompt; subtracted from the
             group's rewards before the estimator sees them.
@@ -179,11 +173,8 @@ class GradientStream(Stream):
           group: The name given to `open_group`.
           member: Index from 0.
           sample: A pytree of arrays for the surrogate, or a `Padded` one.
-          tokens: Its trained tokens, for the denominator "tokens" and the report.
+          tokens: Trained tokens, for the denominator "tokens" and the report.
           policy_version: The version that sampled it.
-
-        Raises:
-          ValueError: It cannot be used; nothing has changed.
         """
         entry, bucket = self._entry(
             group, member, sample, tokens, policy_version, "a sample"
@@ -211,12 +202,9 @@ class GradientStream(Stream):
         Args:
           group: The name given to `open_group`.
           member: Index from 0.
-          sample: Its last or only sample, if `sample` has not added that before.
+          sample: The last or only sample, if `sample` has not added that before.
           tokens: Trained tokens of that sample.
           policy_version: The version that sampled the member.
-
-        Raises:
-          ValueError: It cannot be used; nothing has changed.
         """
         if sample is not None:
             self.sample(
@@ -255,9 +243,16 @@ class GradientStream(Stream):
         self._settle(close)
 
     def _flush(self) -> None:
+        """No event will follow: all rewards are in that a scope "batch" needs."""
         self._schedule.flush()
-        if self._scope == "batch":
-            self._close_batch()
+        if self._scope != "batch":
+            return
+        survivors = self._schedule.roster.survivors
+        groups = {group: survivors(group) for group in self._ledger.advantages}
+        rewards = [r for members in groups.values() for r in members.values()]
+        self._tables[BATCH] = self._estimator.table(rewards)
+        for group, members in groups.items():
+            self._weigh(group, members)
 
     def _keep(self, group: Hashable) -> None:
         super()._keep(group)
@@ -269,15 +264,6 @@ class GradientStream(Stream):
             self._tables[group] = self._estimator.table(rewards)
         if self._scope != "batch":
             self._weigh(group, survivors)
-
-    def _close_batch(self) -> None:
-        """All rewards of the step are in, which the advantages of each group need."""
-        survivors = self._schedule.roster.survivors
-        groups = {group: survivors(group) for group in self._ledger.advantages}
-        rewards = [r for members in groups.values() for r in members.values()]
-        self._tables[BATCH] = self._estimator.table(rewards)
-        for group, members in groups.items():
-            self._weigh(group, members)
 
     def _weigh(self, group: Hashable, survivors: dict[int, float | None]) -> None:
         """Advantages of a kept group, now that they are known."""
@@ -333,11 +319,7 @@ class GradientStream(Stream):
         return self._tables[self._unit(group)][reward]
 
     def _weights(self, call: Call, rewards: Sequence[float | None]) -> np.ndarray:
-        """What the parts of a call's samples are multiplied by, of complete units.
-
-        Returns:
-          float64[rows, 2]: advantage, and 1 where there is something additive.
-        """
+        """float64[rows, 2]: advantage, and 1 where there is something additive."""
         weights, parts = np.zeros((call.rows, 2)), self._learner.structure
         for row, item, reward in zip(weights, call.items, rewards, strict=False):
             row[0] = self._advantage(item.group, reward) if parts.weighted else 0.0
@@ -345,10 +327,7 @@ class GradientStream(Stream):
         return weights
 
     def _check_start(self, group: Hashable, member: int, sample: Sample) -> None:
-        """Requires a sample to begin where the prompt of its group ends.
-
-        Only `Padded` ones tell their lengths.
-        """
+        """Requires a `Padded` sample to begin where the prompt of its group ends."""
         prompt = self._ledger.prompts.get(group)
         if prompt is None or not isinstance(sample, Padded) or prompt[1] == 1:
             return

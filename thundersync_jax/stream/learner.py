@@ -15,40 +15,15 @@ import numpy as np
 from thundersync_jax.stream import mesh, padding, refusals, sums, surrogate
 from thundersync_jax.stream import segments as seg
 from thundersync_jax.stream.mesh import IN_FLIGHT, Replica
-from thundersync_jax.stream.schedule import (
-    BATCH,
-    Call,
-    Fold,
-    Prompt,
-    TurnCall,
-    TurnFold,
-)
-from thundersync_jax.stream.surrogate import (
-    Evaluated,
-    Gradient,
-    Params,
-    Sample,
-    Structure,
-)
+from thundersync_jax.stream.schedule import BATCH, Call, Fold, Prompt
+from thundersync_jax.stream.schedule.turns import TurnCall, TurnFold
+from thundersync_jax.stream.surrogate import Evaluated, Gradient, Params, Sample
 
 Tree = Any
 
 
 class Learner:
-    """The device side of one step.
-
-    Args:
-      function: The surrogate function, or a `Segments`.
-      params: Parameters to differentiate; replicas follow from where they lie.
-      frozen: The surrogate's further argument, or None.
-      accumulator: "plain" or "exact".
-      on_compile: Called with one line before a gradient program compiles.
-
-    Attributes:
-      structure: The parts of the surrogate, once a sample was examined.
-      compiles: Gradient programs compiled so far.
-      in_pieces: Whether the surrogate is a `Segments`.
-    """
+    """The device side of one step. Replicas follow from where `params` lie."""
 
     def __init__(
         self,
@@ -58,8 +33,8 @@ class Learner:
         accumulator: str,
         on_compile: Callable[[str], None] | None = None,
     ):
-        self.structure: Structure | None = None
-        self.compiles = 0
+        self.structure: surrogate.Structure | None = None  # once a sample was examined
+        self.compiles = 0  # gradient programs
         self.in_pieces = isinstance(function, seg.Segments)
         self._function = function
         self._params = jax.tree.map(padding.parameter, params)
@@ -76,8 +51,7 @@ class Learner:
         self._prompts: dict[Hashable, Sample] = {}  # by group
         self._shared: dict[tuple[Hashable, int], seg.SharedPrompt] = {}  # and replica
         self._trajectories: dict[int, seg.OpenTrajectory] = {}  # by place
-        layout = padding.placed((self._params, self._frozen))
-        self._layout = padding.number(layout)
+        self._layout = padding.number(padding.placed((self._params, self._frozen)))
         self._traced = surrogate.traced(function)
 
     @property
@@ -93,7 +67,7 @@ class Learner:
 
     def unit_bytes(self, scope: str, lossy: bool) -> int:
         """Bytes per device of the sums that a unit holds while it misses rewards."""
-        parts = self.structure or Structure(False, False)
+        parts = self.structure or surrogate.Structure(False, False)
         count = sums.channels(scope, parts.weighted, parts.additive, lossy)
         return count * self._sum_bytes
 
@@ -117,7 +91,9 @@ class Learner:
             return shapes
         return *shapes, padding.shapes(self._prompts.get(group)), group
 
-    def examine(self, sample: Sample, bucket: Hashable, estimator: Any) -> Structure:
+    def examine(
+        self, sample: Sample, bucket: Hashable, estimator: Any
+    ) -> surrogate.Structure:
         """Looks at the surrogate's parts, once per shape signature."""
         key, known = (self._layout, bucket[:3]), self._traced.structures
         if key not in known:
@@ -134,12 +110,9 @@ class Learner:
     ) -> Evaluated:
         """One gradient of sum_i a_i * weighted_i + b_i * additive_i.
 
-        Args:
-          call: Where the gradient goes: to the batch, or to a sum of the unit.
-          samples: `rows` pytrees of one shape signature.
-          weights: float64[rows, 2], the numbers (a_i, b_i). Where all are 0 nothing is
-            added, whatever the gradient: 0 * NaN is no 0.
-          unit: Name of the unit that the samples belong to.
+        It goes to the batch, or to a sum of the unit. `samples` are of one shape
+        signature, `weights` float64[rows, 2] the numbers (a_i, b_i). Where all are 0
+        nothing is added, whatever the gradient: 0 * NaN is no 0.
         """
         gradient, evaluated = self._run(surrogate.gradient, call, samples, weights)
         if np.any(weights) and call.place is None:
@@ -158,12 +131,8 @@ class Learner:
     ) -> Evaluated:
         """The gradients of sum_i weighted_i and of sum_i additive_i, apart.
 
-        Args:
-          call: Where the former goes.
-          samples: `rows` pytrees of one shape signature.
-          unit: Name of the unit that the samples belong to.
-          reward: Of each of the samples.
-          certain: Whether they count, so that the latter goes to the batch.
+        The former goes to the unit's sums, the latter to the batch where the samples
+        are `certain` to count. They are of one shape signature and have one `reward`.
         """
         if not self.structure.additive:
             # A single part: the other coefficient meets nothing.
@@ -181,12 +150,7 @@ class Learner:
         return evaluated
 
     def turn(self, call: TurnCall, sample: Sample) -> Evaluated:
-        """Differentiates the next turn of a trajectory, or replays an earlier one.
-
-        Args:
-          call: Which turn, and the place of the trajectory and its sum.
-          sample: The turn; not looked at where it is replayed.
-        """
+        """Differentiates the next turn of a trajectory, or replays an earlier one."""
         item = call.item
         if call.place not in self._trajectories:
             shared = self._prompt(call.replica, item.group)
@@ -222,8 +186,7 @@ class Learner:
     def close_prompt(self, prompt: Prompt) -> list[tuple[int, Evaluated]]:
         """Differentiates a prompt, of whose state all cotangents are in, or forgets it.
 
-        Returns:
-          Per replica that it ran on, the index and what was evaluated.
+        Returns, per replica that it ran on, the index and what was evaluated.
         """
         closed = []
         for replica in prompt.replicas:
@@ -256,14 +219,7 @@ class Learner:
     def _announce(
         self, what: str, replica: int, bucket: Hashable, rows: int = 1
     ) -> None:
-        """Counts a program that is about to compile, and reports it.
-
-        Args:
-          what: It computes of a sample.
-          replica: Index of the replica that runs it.
-          bucket: Of the sample, as `bucket` returns it.
-          rows: Samples per call.
-        """
+        """Counts a program that is about to compile, and reports it."""
         program = (self._layout, what, rows, replica, bucket[:3])
         if program in self._traced.programs:
             return

@@ -73,20 +73,16 @@ class Entry:
 
 
 class Computed(NamedTuple):
-    """One gradient call.
-
-    Attributes:
-      call: What was computed.
-      streamed: For each item, whether rewards of its unit were missing.
-      linear: The unit whose linear sums it joined, None elsewhere: there a gradient
-        counts with its own advantage alone.
-      evaluated: What the device evaluated beside the gradient.
-    """
+    """One gradient call."""
 
     call: Call
-    streamed: tuple[bool, ...]
+    streamed: tuple[
+        bool, ...
+    ]  # for each item, whether rewards of its unit were missing
+    # The unit whose linear sums the gradient joined. None elsewhere: there it counts
+    # with its own advantage alone.
     linear: Hashable | None
-    evaluated: Any
+    evaluated: Any  # beside the gradient, on the device
 
 
 class Ledger:
@@ -144,16 +140,11 @@ class Ledger:
     def check_finite(
         self, values: list[Any], prompts: list[Any], additive: bool
     ) -> None:
-        """Looks for gradients that would ruin the parameters.
+        """Refuses gradients that would ruin the parameters, and names trajectories.
 
-        Args:
-          values: What the device evaluated, fetched, one per call.
-          prompts: Whether each gradient of a prompt is finite, by `prompt_calls`.
-          additive: Whether every sample has an additive part.
-
-        Raises:
-          StreamError: There are some; names their trajectories, or their groups where
-            those of shared prompts are at fault.
+        `values` are what the device evaluated, one per call, `prompts` whether each
+        gradient of `prompt_calls` is finite, whose group is named then. `additive` says
+        whether every sample has an additive part.
         """
         bad = []
         for computed, evaluated in zip(self.calls, values, strict=True):
@@ -182,11 +173,7 @@ class Ledger:
             )
 
     def check_norm(self, norm: float) -> None:
-        """Looks whether the sum of finite gradients is finite.
-
-        Raises:
-          StreamError: It is not.
-        """
+        """Refuses a sum of finite gradients that is not finite."""
         if not np.isfinite(norm):
             raise StreamError(
                 f"the gradient's norm is {norm} though each trajectory's gradient is "
@@ -198,11 +185,8 @@ class Ledger:
     ) -> Report:
         """Adds everything up, exactly: calls come in any order.
 
-        Args:
-          values: What the device evaluated, fetched, one per call.
-          denominator: Z, what the sums were divided by.
-          columns: Of the values, as `Structure.columns` names them.
-          **rest: The fields of `Report` that only the stream knows.
+        `values` are what the device evaluated, one per call, with `Structure.columns`;
+        `rest` the fields of `Report` that only the stream knows.
         """
         losses, rows = [], []
         how = collections.Counter()

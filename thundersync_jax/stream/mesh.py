@@ -14,14 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import (
-    AxisType,
-    Mesh,
-    NamedSharding,
-    PartitionSpec,
-    Sharding,
-    SingleDeviceSharding,
-)
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 Tree = Any
 AXES = ("replica", "fsdp", "tensor")
@@ -35,11 +28,7 @@ def make_mesh(
     tensor: int = 1,
     devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
-    """Returns a mesh with axes (replica, fsdp, tensor) over the first devices needed.
-
-    Raises:
-      ValueError: There are fewer devices than the product of the three.
-    """
+    """A mesh with axes (replica, fsdp, tensor) over the first devices needed."""
     devices = jax.devices() if devices is None else devices
     wanted = replica * fsdp * tensor
     if len(devices) < wanted:
@@ -59,14 +48,10 @@ def make_mesh(
 def parameter_shardings(
     mesh: Mesh, shapes: Tree, logical_axes: Tree, table: Mapping[str, str | None]
 ) -> Tree:
-    """Maps logical axis names to shardings.
+    """Maps logical axis names to shardings on a mesh with axes "fsdp" and "tensor".
 
-    Args:
-      mesh: With axes "fsdp" and "tensor".
-      shapes: A tree of arrays or shapes. An axis whose size the mesh axis does not
-        divide stays whole.
-      logical_axes: The same tree with one tuple of names (or None) per parameter.
-      table: Mesh axis of each logical name, None where it stays whole.
+    An axis of `shapes` whose size the mesh axis does not divide stays whole, as one
+    without a name. `table` has the mesh axis of each name, None where it stays whole.
     """
 
     def spec(x, names):
@@ -85,18 +70,12 @@ def split(params: Tree, frozen: Tree = None) -> tuple[list[Tree], list[Tree]]:
 
     Parameters that lie on no mesh with such an axis are one replica as they are.
 
-    Args:
-      params: Arrays that lie together.
-      frozen: Arrays that go with them. Those that lie elsewhere are copied whole to
-        every replica.
-
-    Returns:
-      The views of `params` and of `frozen`, one each per replica.
+    Arrays of `frozen` that lie elsewhere are copied whole to every replica. Returns the
+    views of `params` and of `frozen`, one each per replica.
 
     Raises:
       ValueError: There is no array in `params`, one is sharded over `replica`, they
-        lie on different meshes or devices, or the mesh has axes of another type than
-        Auto.
+        lie on different meshes or devices, or an axis of the mesh is not Auto.
     """
     leaves = jax.tree.leaves(params)
     if not leaves:
@@ -136,14 +115,10 @@ def whole_sharding(parameter: jax.Array) -> Sharding:
 
 
 def join(trees: Sequence[Tree], params: Tree) -> Tree:
-    """Joins one tree per replica into arrays on the mesh of the parameters.
+    """Joins one tree per replica into arrays [R, ...] on the mesh of the parameters.
 
-    Args:
-      trees: Per replica, arrays [1, ...] on the mesh of its view in `split(params)`.
-      params: The parameters that were split.
-
-    Returns:
-      Arrays [R, ...].
+    `trees` hold, per replica, arrays [1, ...] on the mesh of its view in
+    `split(params)`.
     """
     mesh = _mesh(jax.tree.leaves(params)[0].sharding)
     if mesh is None:
@@ -166,10 +141,6 @@ class Replica:
     """One sub-mesh with its copy of the parameters, and the programs that run there.
 
     It starts programs without waiting for the device, and decides nothing.
-
-    Args:
-      params: Parameters on this replica's devices.
-      frozen: Further arrays for the surrogate on the same devices, or None.
     """
 
     def __init__(self, params: Tree, frozen: Tree = None):
@@ -206,12 +177,8 @@ class Replica:
     ) -> Any:
         """Starts a gradient program: one more running.
 
-        Args:
-          program: Of (function, params, frozen, *arguments); its last result is an
-            `Evaluated`.
-          function: The surrogate.
-          *arguments: Samples, states and weights.
-          params: What is differentiated in place of the replica's own parameters.
+        A program is of (surrogate function, params, frozen, *arguments) and its last
+        result is an `Evaluated`. `params` None are the replica's own parameters.
         """
         params = self.params if params is None else params
         results = self.run(program, function, params, self.frozen, *arguments)
@@ -275,7 +242,7 @@ def _split_leaf(x: jax.Array, mesh: Mesh) -> list[jax.Array]:
             sub = Mesh(devices, rest, axis_types=(AxisType.Auto,) * len(rest))
             sharding = NamedSharding(sub, x.sharding.spec)
         else:
-            sharding = SingleDeviceSharding(devices)
+            sharding = jax.sharding.SingleDeviceSharding(devices)
         data = [shards[d] for d in np.ravel(devices)]
         views.append(jax.make_array_from_single_device_arrays(x.shape, sharding, data))
     return views

@@ -43,15 +43,11 @@ class Padded:
         """
         padded = sample if isinstance(sample, cls) else cls(sample, 1, 1)
         tree = jax.tree.map(sample_leaf, padded.tree)
-        return cls(tree, padded.real_tokens, padded.padded_tokens)
+        return dataclasses.replace(padded, tree=tree)
 
 
 def bucket(length: int, lengths: Sequence[int]) -> int:
-    """Returns the shortest of the ascending `lengths` that holds `length`.
-
-    Raises:
-      ValueError: `length` is longer than all of them.
-    """
+    """Returns the shortest of the ascending `lengths` that holds `length`."""
     index = bisect.bisect_left(lengths, length)
     if index == len(lengths):
         raise ValueError(
@@ -91,9 +87,6 @@ def sample_leaf(x: Any) -> Any:
     """One dtype per kind of number: 0.1 and float32(0.1) share a program.
 
     Numbers and numpy arrays are copied, so that a caller may fill a buffer again.
-
-    Raises:
-      ValueError: It is not numeric, or an integer too large for jax's integers.
     """
     if isinstance(x, jax.Array):
         weak = getattr(x, "weak_type", False)  # PRNG key arrays have no such thing
@@ -122,11 +115,7 @@ def device_leaf(x: Any) -> jax.Array:
 
 
 def parameter(x: Any) -> jax.Array:
-    """A device array that has a gradient.
-
-    Raises:
-      ValueError: It is not floating-point.
-    """
+    """A floating-point array on a device, which has a gradient."""
     x = device_leaf(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(

@@ -1,8 +1,8 @@
 """What a gradient stream may be told, and one line for each thing that it refuses.
 
-The choices of its settings, by name, and checks that come before anything changes. A
-config has the same settings, of which it offers more: it extends the choices and calls
-the checks that are not about one step. No jax: a config is read before jax starts.
+Choices by name, and checks that come before anything changes. A config extends the
+choices and calls the checks that are not about one step. No jax: a config is read
+before jax starts.
 """
 
 import math
@@ -32,13 +32,7 @@ _CHOICES = {
 
 
 def check_choices(denominator: Any, **choices: Any) -> None:
-    """Requires known names; a denominator may also be a number above 0.
-
-    Args:
-      denominator: Of a stream.
-      **choices: Its settings `release`, `partial_groups`, `uniform_groups`,
-        `accumulator` and `context`.
-    """
+    """Requires names of `_CHOICES`; a denominator may also be a number above 0."""
     kinds = get_args(Counted)
     if isinstance(denominator, bool) or not isinstance(denominator, numbers.Real):
         if not isinstance(denominator, str) or denominator not in kinds:
@@ -75,12 +69,9 @@ def check_context(context: str, in_pieces: bool) -> None:
 
 
 def check_exact(dtype: Any, replicas: int, shared: bool) -> None:
-    """Requires gradients that exact sums can hold, and prompts on one replica.
+    """Requires gradients that exact sums can hold, and `shared` prompts on one replica.
 
-    Args:
-      dtype: Of parameters, or its name.
-      replicas: How many work on their own trajectories.
-      shared: Whether groups share prompts.
+    `dtype` is that of parameters, or its name.
     """
     if str(dtype) == "float64":
         raise ValueError(
@@ -102,13 +93,8 @@ def check_place(
 ) -> None:
     """Requires a piece that begins where the tokens before it end, and fits.
 
-    Args:
-      group: The name of its group.
-      member: Its index in the group.
-      start: Tokens before the piece, as it says itself.
-      expected: Tokens of the prompt and the turns before.
-      end: Tokens up to its last one.
-      slots: Tokens of the longest trajectory.
+    `start` tokens are before the piece, as it says itself, `expected` those of the
+    prompt and the turns before. Up to its last one it is `end` tokens.
     """
     check_some(group, end - start)
     if start != expected:
@@ -149,14 +135,7 @@ def check_some(group: Hashable, tokens: int) -> None:
 def places(release: str, scope: str, lossy: bool, open_groups: Any) -> int:
     """Returns how many groups, or the batch, may hold sums while rewards are missing.
 
-    Args:
-      release: When gradients may start: "batch", "group" or "trajectory".
-      scope: Whose rewards an advantage depends on: "member", "group" or "batch".
-      lossy: Whether groups may be dropped or filtered.
-      open_groups: The setting, a number of groups.
-
-    Raises:
-      ValueError: Groups need sums and none may hold any.
+    `scope` is an estimator's; groups are `lossy` that may be dropped or filtered.
     """
     if scope == "batch":
         return int(release != "batch")
@@ -213,13 +192,7 @@ def check_functions(surrogate: Any, estimator: Any) -> None:
 
 
 def check_parts(parts: Any, before: Any, estimator: Estimator | None) -> None:
-    """Requires the parts of a surrogate to be those of earlier samples, and of use.
-
-    Args:
-      parts: The `Structure` of a sample.
-      before: That of earlier samples, None without any.
-      estimator: Of the stream.
-    """
+    """Requires the `Structure` of a sample to be that of those before, and of use."""
     if parts.weighted and estimator is None:
         raise ValueError(
             "the surrogate has a `weighted` part and estimator is None; return it as "
@@ -251,11 +224,7 @@ def baseline(group: Hashable, value: Any) -> float:
 def reward(
     group: Hashable, member: int, value: Any, estimator: Estimator | None
 ) -> float:
-    """Returns a verdict as a float.
-
-    Raises:
-      ValueError: It is not one finite number, or there is no estimator to use it.
-    """
+    """Returns a verdict as a float."""
     received = f"group {group!r} member {member} got reward"
     if estimator is None:
         raise ValueError(
@@ -277,11 +246,7 @@ def weight(group: Hashable, member: int, value: Any) -> float:
 
 
 def tokens(group: Hashable, member: int, value: Any, needed: bool) -> int:
-    """Returns a sample's count of trained tokens; 0 where none is given nor needed.
-
-    Raises:
-      ValueError: It is no count, or missing where the denominator needs it.
-    """
+    """Returns a sample's count of trained tokens; 0 where none is given nor needed."""
     where = f"group {group!r} member {member}"
     if value is None:
         if needed:

@@ -9,27 +9,9 @@ ones (keys and values), so its loss also has a gradient through them. Each segme
 its own gradient and the cotangents of the state before it; these add up in float32 and
 are pushed through the earlier segments, last to first, once the trajectory is closed.
 
-What it costs, with F for a forward pass over a trajectory (a backward pass is 2 F):
-
-    whole trajectory       3 F, all after its last token
-    turn by turn           3 F as the turns come, then about 3 F more for all turns but
-                           the last: replay runs them forward again and back. Learner
-                           work about doubles with many turns, and the tail after the
-                           last turn gets longer, not shorter. What it buys is that most
-                           of the work is done while tools run: choose it where the
-                           learner idles then, and measure (`bench_opd.py`). Memory, per
-                           open trajectory: a gradient, its keys and values, and a
-                           float32 copy of these.
-    prompt of a group      4 F of the prompt once per group (and replica) instead of 3 F
-                           per member; memory, per group with work: the prompt's keys
-                           and values, and as many float32 copies as a group has sums.
-
 The last hidden vector of a segment is part of its state: it predicts the first token of
-the next. An observation is run at the start of the segment behind it, so that one at
-the end of a trajectory, which no action follows, is never run.
-
-First the functions, of pytrees alone; then what an open trajectory and a prompt that a
-group shares hold on their replica. This module knows no model and decides nothing.
+the next. What pieces cost is in `docs/method.md`. This module knows no model and
+decides nothing.
 """
 
 import dataclasses
@@ -106,22 +88,13 @@ class Segments:
 
 
 class Turn(NamedTuple):
-    """What a segment of an open trajectory leaves, differentiated or replayed.
+    """What a segment of an open trajectory leaves, differentiated or replayed."""
 
-    Attributes:
-      gradient: With respect to the parameters: of its `additive`, or of what later
-        segments pulled through it.
-      state: After it; None of a replayed one.
-      pulled: Cotangents of `kept`, all segments so far added up, float32.
-      of_last: Cotangent of `last` before it, float32.
-      evaluated: Its parts, one row; none of a replayed one.
-    """
-
-    gradient: Gradient
-    state: State | None
-    pulled: Tree
-    of_last: Tree
-    evaluated: Evaluated
+    gradient: Gradient  # of `additive`, or of what later segments pulled through it
+    state: State | None  # after the segment; None of a replayed one
+    pulled: Tree  # cotangents of `kept`, all segments so far added up, float32
+    of_last: Tree  # cotangent of `last` before the segment, float32
+    evaluated: Evaluated  # one row; none of a replayed segment
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -136,17 +109,9 @@ def prompt_state(
 def prompt_gradient(
     segments: Segments, params: Params, frozen: Tree, sample: Sample, cotangent: State
 ) -> tuple[Gradient, Evaluated]:
-    """Pushes the cotangent of a prompt's state through it.
+    """Pushes the cotangent of a prompt's state, of any float dtype, through it.
 
-    Args:
-      segments: The function; static.
-      params: Differentiated.
-      frozen: Its further argument, or None.
-      sample: The prompt.
-      cotangent: Like `prompt_state`, of any floating-point dtype.
-
-    Returns:
-      A gradient, and whether it is finite; there are no rows.
+    Returns a gradient, and whether it is finite; there are no rows.
     """
 
     def state_of(params):
@@ -159,14 +124,9 @@ def prompt_gradient(
 
 @functools.partial(jax.jit, static_argnums=0)
 def opened(segments: Segments, prompt: State | None) -> tuple[State, Tree]:
-    """State and cotangents of a trajectory that nothing is known of but its prompt.
+    """State, with all its slots, and zeros for `Turn.pulled` of a new trajectory.
 
-    Args:
-      segments: The function; static.
-      prompt: Of `prompt_state`; None where the first segment holds the prompt.
-
-    Returns:
-      The state, with all its slots, and zeros for `Turn.pulled`.
+    `prompt` is None where the first segment holds the prompt.
     """
     state = segments.empty(segments.slots)
     if prompt is not None:
@@ -186,15 +146,9 @@ def turn(
     pulled: Tree,
     sample: Sample,
 ) -> Turn:
-    """Gradient of one more segment of an open trajectory.
+    """Gradient of one more segment of an open trajectory, `state` being before it.
 
-    Args:
-      segments: The function; static.
-      params: Differentiated.
-      frozen: Its further argument, or None.
-      state: Before it.
-      pulled: Cotangents of `kept` from the segments before.
-      sample: The segment.
+    `pulled` are the cotangents of `kept` from the segments before.
     """
 
     def additive(params, state):
@@ -226,17 +180,13 @@ def replay(
     of_last_before: Tree,
     sample: Sample,
 ) -> Turn:
-    """Pushes what later segments pulled through an earlier one.
+    """Pushes what later segments, all replayed already, pulled through an earlier one.
 
     Args:
-      segments: The function; static.
-      params: Differentiated.
-      frozen: Its further argument, or None.
       state: `kept` of the closed trajectory, and `last` before the segment.
-      pulled: Cotangents of `kept`, later segments replayed already.
-      of_last: Cotangent of `last` after it.
-      of_last_before: That of `last` before it, from its own `additive`.
-      sample: The segment.
+      pulled: Cotangents of `kept`.
+      of_last: Cotangent of `last` after the segment.
+      of_last_before: Cotangent of `last` before it, from its own `additive`.
     """
     start = sample["start"]
 
@@ -273,11 +223,8 @@ def of_prompt(
 class OpenTrajectory:
     """What an open trajectory holds on its replica: its state, and cotangents of it.
 
-    Args:
-      segments: The surrogate.
-      replica: Where all its turns run.
-      prompt: The state behind the prompt that its group shares; None where its first
-        turn holds the prompt.
+    All its turns run there. `prompt` is the state behind the prompt that its group
+    shares, None where its first turn holds the prompt.
     """
 
     def __init__(self, segments: Segments, replica: Replica, prompt: State | None):
@@ -300,14 +247,7 @@ class OpenTrajectory:
         return done.gradient, done.evaluated
 
     def replay(self, index: int) -> tuple[Gradient, Evaluated]:
-        """Pushes what later turns pulled through an earlier one, last to first.
-
-        Args:
-          index: Of the turn, counted from 0.
-
-        Returns:
-          A gradient, and what was evaluated beside it.
-        """
+        """Pushes what later turns pulled through an earlier one, last to first."""
         done = self._replica.start(
             replay,
             self._segments,
@@ -334,12 +274,6 @@ class SharedPrompt:
     Each member's gradient is taken with respect to the parameters and to the state
     behind the prompt. The cotangents of that state are summed as the gradients are, in
     the same kind of sums, and pushed through the prompt once all are in.
-
-    Args:
-      segments: The surrogate.
-      replica: Where it runs.
-      sample: The prompt.
-      kind: Of the sums, "plain" or "exact".
 
     Attributes:
       state: What the prompt leaves for those that continue it.

@@ -6,16 +6,14 @@ Both take gradients as they come and have the step's gradient in the end:
     hold     gradients of a unit (a group, or the batch) whose coefficients are unknown
     fold     the sums of a unit join the batch, now that they are known
 
-Plain sums keep two linear combinations per unit (module `accumulator`). Their bits
-depend on the order of events. Exact sums keep one sum per distinct reward r of a unit,
-S_r = sum of s_i with r_i = r, and the batch sum receives A_r S_r, each rounded to
-float32: every addend is a function of (trajectories, rewards) alone, and so are the
-bits of the sums (module `ops.exact_sum`). Neither waits for a device.
+Plain sums keep linear combinations of a unit's gradients (module `accumulator`), exact
+ones a sum per distinct reward (module `ops.exact_sum`, `docs/exactness.md`); only the
+bits of the latter depend on no order of events. Neither waits for a device.
 """
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -35,11 +33,9 @@ _UNIT_RANGE = 2.0**20  # weights stay below it, far from both ends of float32
 def channels(scope: str, weighted: bool, additive: bool, lossy: bool) -> int:
     """How many gradient-sized sums a unit holds while it misses rewards.
 
-    Args:
-      scope: Whose rewards an advantage depends on: "member", "group" or "batch".
-      weighted: Whether samples have a part that an advantage multiplies.
-      additive: Whether they have one that none does.
-      lossy: Whether a group may still be dropped or filtered.
+    That depends on the estimator's `scope`, on whether samples have a part that an
+    advantage multiplies (`weighted`) and one that none does (`additive`), and on
+    whether groups may still be dropped or filtered (`lossy`).
     """
     if scope == "batch":  # its members have joined for certain
         return 2 * weighted
@@ -64,22 +60,12 @@ def bytes_per_device(params: Tree, kind: str = "plain") -> int:
 class PlainSums:
     """Sums in float32 (float64 of float64 gradients).
 
-    With the unit's first held reward as centre c,
-
-        F0 = sum s_i    F1 = sum (r_i - c) s_i    FA = sum of additive gradients
-
-    so that rewards 1000 and 1001 lose no digits.
-
-    Attributes:
-      empty: Whether the batch has received nothing.
-
-    Args:
-      views: The parameters of every replica.
-      params: The same on the whole mesh.
+    F0, F1 and FA of `docs/method.md`, a unit's first held reward being the centre.
+    `views` are the parameters of every replica, `params` those on the whole mesh.
     """
 
     def __init__(self, views: Sequence[Tree], params: Tree):
-        self.empty = True
+        self.empty = True  # whether the batch has received nothing
         self._views, self._params = views, params
         self._batches = [accumulator.init(view) for view in views]
         self._sums: dict[tuple[int, int], Tree] = {}  # by replica and place
@@ -102,14 +88,10 @@ class PlainSums:
         weighted: Tree | None,
         additive: Tree | None,
     ) -> None:
-        """Adds to the sums of a unit.
+        """Adds the score gradient of a call to the sums of a unit, or `additive`.
 
-        Args:
-          call: Names the replica and the place.
-          unit: The name of the unit.
-          reward: Of each of the call's samples; None where nothing is `weighted`.
-          weighted: Their score gradient, if any.
-          additive: Their gradient that no advantage multiplies, if it is held back.
+        Samples of a call have one reward, None where nothing is `weighted`. `additive`
+        is their gradient that no advantage multiplies, where it is held back.
         """
         rows, gradients = [], [g for g in (weighted, additive) if g is not None]
         if weighted is not None:
@@ -133,10 +115,7 @@ class PlainSums:
     def fold(self, fold: Fold, table: Table | None, scale: float = 1.0) -> None:
         """Adds a unit's sums to the batch, or forgets them.
 
-        Args:
-          fold: The decision of the schedule.
-          table: Advantages of the unit by reward; not used where nothing is kept.
-          scale: What additive gradients are multiplied by, known only now.
+        Additive gradients are multiplied by `scale`, which is known only now.
         """
         rewards = list(self._rewards.pop(fold.unit, ()))
         for replica in fold.replicas:
@@ -185,14 +164,7 @@ class ExactSums:
     """Sums whose bits depend on trajectories and rewards alone.
 
     The same methods and attributes as `PlainSums`. Memory of a sum is used again once
-    it is folded.
-
-    Args:
-      views: The parameters of every replica.
-      params: The same on the whole mesh.
-
-    Raises:
-      ValueError: A parameter has more than 32 bits.
+    it is folded. Parameters of more than 32 bits raise a ValueError.
     """
 
     def __init__(self, views: Sequence[Tree], params: Tree):
@@ -205,7 +177,8 @@ class ExactSums:
     def direct(self, replica: int, gradient: Tree) -> None:
         """Adds to the batch."""
         self.empty = False
-        self._batches[replica] = _add(self._batches[replica], gradient, False)
+        batch = self._batches[replica]
+        self._batches[replica] = _in_place(exact_sum.add, batch, gradient, False)
 
     def hold(
         self,
@@ -215,7 +188,7 @@ class ExactSums:
         weighted: Tree | None,
         additive: Tree | None,
     ) -> None:
-        """Adds to the sum of a reward, and to the additive one. Args: `PlainSums`."""
+        """Adds to the sum of a reward, and to the additive one."""
         for key, gradient in ((reward, weighted), (None, additive)):
             if gradient is None:
                 continue
@@ -226,10 +199,11 @@ class ExactSums:
                 free = self._free[call.replica]
                 view = self._views[call.replica]
                 old = free.pop() if free else exact_sum.init(view)
-            held[call.place, key] = _add(old, gradient, np.bool_(fresh))
+            new = _in_place(exact_sum.add, old, gradient, np.bool_(fresh))
+            held[call.place, key] = new
 
     def fold(self, fold: Fold, table: Table | None) -> None:
-        """Adds one sum of a unit to the batch, or forgets it. Args: `PlainSums`."""
+        """Adds one sum of a unit to the batch, or forgets it."""
         key = fold.place, fold.reward
         states = {
             replica: self._sums[replica].pop(key)
@@ -251,11 +225,11 @@ class ExactSums:
             for other in others:  # before they are rounded
                 layout = jax.tree.map(lambda x: x.sharding, states[home])
                 moved = jax.device_put(states[other], layout)
-                states[home] = _merge(states[home], moved)
+                states[home] = _in_place(exact_sum.merge, states[home], moved)
             self.empty = False
             batch, state = self._batches[home], states[home]
             if fold.reward is None:
-                self._batches[home] = _merge(batch, state)
+                self._batches[home] = _in_place(exact_sum.merge, batch, state)
             else:
                 self._batches[home] = _add_multiple(
                     batch, state, np.float32(coefficient)
@@ -268,11 +242,7 @@ class ExactSums:
         return _value(self._batches[replica])
 
     def finish(self, denominator: float) -> tuple[Tree, jax.Array]:
-        """The gradient, laid out like the parameters, and its norm; ends the sums.
-
-        Raises:
-          StreamError: There were too many addends, or one left float32.
-        """
+        """The gradient, laid out like the parameters, and its norm; ends the sums."""
         self._sums.clear()
         self._free.clear()
         stacks = [_stack(batch) for batch in self._batches]
@@ -297,19 +267,15 @@ def _first(batch: Tree) -> Tree:
     return jax.tree.map(lambda x: x[0], batch)
 
 
-def _add(state: Tree, gradient: Tree, fresh: Any) -> Tree:
-    return accumulator.compiled(exact_sum.add, state)(state, gradient, fresh)
-
-
-def _merge(state: Tree, other: Tree) -> Tree:
-    return accumulator.compiled(exact_sum.merge, state)(state, other)
+def _in_place(function: Callable, state: Tree, *arguments: Any) -> Tree:
+    return accumulator.compiled(function, state)(state, *arguments)
 
 
 def _add_multiple(batch: Tree, state: Tree, coefficient: Any) -> Tree:
     # Two programs: in one, XLA works every entry out again for each of its uses, in
     # four times the time.
     value = _value(state)
-    return accumulator.compiled(_added_multiple, batch)(batch, value, coefficient)
+    return _in_place(_added_multiple, batch, value, coefficient)
 
 
 @jax.jit

@@ -82,27 +82,18 @@ class Structure(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """What is known of a surrogate function, for all streams of the process.
+    """What is known of a surrogate function, for all streams of the process."""
 
-    Attributes:
-      structures: By argument layout and shape signature.
-      programs: Those that have been compiled.
-    """
-
+    #: By argument layout and shape signature.
     structures: dict[Hashable, Structure] = dataclasses.field(default_factory=dict)
-    programs: set[Hashable] = dataclasses.field(default_factory=set)
+    programs: set[Hashable] = dataclasses.field(default_factory=set)  #: compiled ones
 
 
 class Evaluated(NamedTuple):
-    """Small numbers of one gradient call, fetched at the step boundary.
+    """Small numbers of one gradient call, fetched at the step boundary."""
 
-    Attributes:
-      values: [rows, 2 + C]: weighted, additive, and the columns of `Structure`.
-      finite: bool[], whether every entry of the gradient is finite.
-    """
-
-    values: jax.Array
-    finite: jax.Array
+    values: jax.Array  # [rows, 2 + C]: weighted, additive, the columns of `Structure`
+    finite: jax.Array  # bool[], whether every entry of the gradient is finite
 
 
 def traced(surrogate: Callable) -> Traced:
@@ -124,9 +115,8 @@ def structure(
         not a real scalar.
       ValueError: A metric is complex or no number.
     """
-    out = jax.eval_shape(
-        functools.partial(_evaluate, surrogate), params, frozen, sample
-    )
+    evaluate = functools.partial(_evaluate, surrogate)
+    out = jax.eval_shape(evaluate, params, frozen, sample)
     if not isinstance(out, Surrogate):
         raise TypeError(
             f"the surrogate function returned {type(out).__name__}; expected "
@@ -177,12 +167,8 @@ def gradient(
 ) -> tuple[Gradient, Evaluated]:
     """Gradient of sum_i a_i * weighted_i + b_i * additive_i.
 
-    Args:
-      surrogate: The surrogate function; static.
-      params: Differentiated.
-      frozen: Further argument of the surrogate, or None.
-      samples: `rows` samples of one shape signature.
-      weights: [rows, 2], the numbers (a_i, b_i); a row of zeros counts for nothing.
+    Samples are of one shape signature. `weights` [rows, 2] are the numbers (a_i, b_i);
+    a row of zeros counts for nothing.
     """
 
     def loss(params):
@@ -198,14 +184,7 @@ def gradient(
 def split_gradient(
     surrogate: Callable, params: Params, frozen: Tree, samples: tuple[Sample, ...]
 ) -> tuple[Gradient, Gradient, Evaluated]:
-    """Gradients of sum_i weighted_i and of sum_i additive_i apart, from one forward.
-
-    Args:
-      surrogate: The surrogate function; static.
-      params: Differentiated.
-      frozen: Further argument of the surrogate, or None.
-      samples: `rows` samples of one shape signature.
-    """
+    """Gradients of sum_i weighted_i and of sum_i additive_i apart, from one forward."""
 
     def sums(params):
         rows = _rows(surrogate, params, frozen, samples)
@@ -237,11 +216,8 @@ def all_finite(tree: Tree) -> jax.Array:
 
 
 def _evaluate(surrogate, params, frozen, sample):
-    return (
-        surrogate(params, sample)
-        if frozen is None
-        else surrogate(params, frozen, sample)
-    )
+    more = () if frozen is None else (frozen,)
+    return surrogate(params, *more, sample)
 
 
 def _names(columns):

@@ -7,7 +7,7 @@ here: the loss is
     loss(params) = (1 / Z) * sum_i weight_i * additive_i
 
 over the trajectories that count, `additive_i` summed over their turns. It is the update
-that `GradientStream` makes of whole trajectories; module `segments` says what it costs.
+that `GradientStream` makes of whole trajectories; `docs/method.md` says what it costs.
 """
 
 import math
@@ -107,7 +107,7 @@ class TurnStream(Stream):
         """Announces a group: the `members` trajectories of one prompt.
 
         Args:
-          group: Its name.
+          group: Name of the group.
           members: Number of trajectories, at least 1.
           prompt: What its turns continue, a sample or a `Padded` one; None where their
             first turns hold it.
@@ -139,12 +139,9 @@ class TurnStream(Stream):
           sample: What is new: the observation of the turn before (in a first turn, the
             prompt, where the group shares none) and then the action. A pytree for the
             surrogate, or a `Padded` one.
-          tokens: Its trained tokens. Where it is 0 the turn waits for the next one that
+          tokens: Trained tokens. Where there are 0 the turn waits for the next one that
             has some; at the end of a trajectory it is never run.
           policy_version: The version that sampled it.
-
-        Raises:
-          ValueError: It cannot be used; nothing has changed.
         """
         entry, bucket = self._entry(
             group, member, sample, tokens, policy_version, "a turn"

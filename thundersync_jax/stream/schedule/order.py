@@ -1,11 +1,9 @@
 """Which gradient runs next, on which replica, and what may be closed.
 
 A state machine of plain data: events in, decisions out. No threads, no clock, no
-arrays; whoever drives it executes what it decides. Ready work has two classes, served
-in this order:
-
-    final  every reward its advantage depends on is in
-    known  its own reward is in; it needs a place for sums
+arrays; whoever drives it executes what it decides. Ready work is *final*, every reward
+its advantage depends on being in, or else *known*: its own reward is in, and it needs a
+place for sums. Final work goes first.
 
 Groups that share sums are a *unit*: one group, or all of a step where the estimator
 looks at the whole batch. A place holds the sums of one unit that still misses rewards:
@@ -15,9 +13,6 @@ There final work goes into sums too, in one extra place, one unit after the othe
 Work goes sample by sample, except where a full call of one program is waiting: of
 final samples, or of known ones with equal rewards in one unit, whose gradients all its
 sums weigh alike.
-
-Samples are released when their member is settled (trajectory), when all of its group
-are (group), or when the step has no more to come (batch).
 """
 
 import collections
@@ -47,22 +42,14 @@ class _Unit:
 
 
 class Schedule:
-    """Decides the order of gradient calls of one step.
+    """Decides the order of gradient calls of one step."""
 
-    Attributes:
-      roster: Who has completed, been judged, or failed.
-      waits_for: None, as any replica will do for any sample.
-      weighted: Whether samples have a part that an advantage multiplies.
-      waited: Samples that were ready before their unit and yet not streamed.
-      waited_for_bucket: Members among them whose reward was one too many.
-    """
-
-    waits_for = None
+    waits_for = None  # any replica will do for any sample
 
     def __init__(self, rules: Rules):
-        self.weighted = True
-        self.waited = 0
-        self.waited_for_bucket = 0
+        self.weighted = True  # whether samples have a part that an advantage multiplies
+        self.waited = 0  # samples ready before their unit and yet not streamed
+        self.waited_for_bucket = 0  # members among them with one reward too many
         self._rules = rules
         self.roster = Roster(rules.rewards, rules.drop_partial, rules.drop_uniform)
         self._lossy = self.roster.lossy
@@ -182,13 +169,11 @@ class Schedule:
             unit.place = self._free.pop()
         rows = self._rules.rows_per_call
         first = next(i for i, x in enumerate(unit.pending) if self._fits(unit, x))
-        items = _take(
-            unit.pending,
-            lambda x: (self.roster.reward_of(x), x.bucket),
-            rows,
-            rows,
-            first,
-        )
+
+        def kind(item: Item):
+            return self.roster.reward_of(item), item.bucket
+
+        items = _take(unit.pending, kind, rows, rows, first)
         if not unit.pending:
             del self._known[unit.name]
         self._start(unit, items, unit.place, replica)

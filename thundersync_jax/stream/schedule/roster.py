@@ -37,8 +37,8 @@ class Call(NamedTuple):
     """Decision: differentiate these samples on this replica.
 
     `place` is None on the direct path, otherwise where the sums of the unit lie; then
-    the items are of one unit and have one reward.
-    `rows` is the size of the compiled call; rows beyond the items count for nothing.
+    the items are of one unit and have one reward. `rows` is the size of the compiled
+    call; rows beyond the items count for nothing.
     """
 
     replica: int
@@ -126,13 +126,7 @@ class Group:
 
 
 class Roster:
-    """All groups of a step.
-
-    Args:
-      rewards: False where a completed member is settled without a reward.
-      drop_partial: Whether a failed member drops its whole group.
-      drop_uniform: Whether equal raw rewards drop a group.
-    """
+    """All groups of a step; `Rules` explains the arguments."""
 
     def __init__(
         self,

@@ -79,18 +79,11 @@ class _Trajectory:
 class Turns:
     """Decides the order of gradient calls of one step, turn by turn.
 
-    Args:
-      places: How many trajectories may be open, with a sum and a state, at a time.
-      drop_partial: Whether a failed member drops its whole group.
-      replay: Whether turns read what earlier ones left; otherwise each is by itself.
-
-    Attributes:
-      roster: Who has completed or failed.
-      waited: 0, as no turn waits for rewards.
-      waited_for_bucket: 0, as there are no rewards.
+    At most `places` trajectories are open, with a sum and a state, at a time. With
+    `replay` turns read what earlier ones left, otherwise each is by itself.
     """
 
-    waited = waited_for_bucket = 0
+    waited = waited_for_bucket = 0  # as there are no rewards
 
     def __init__(self, places: int, drop_partial: bool, replay: bool = True):
         self.roster = Roster(rewards=False, drop_partial=drop_partial)
@@ -148,11 +141,8 @@ class Turns:
     def next_call(self, free: set[int]) -> TurnCall | None:
         """Takes the work that one of these free replicas should do next, or None.
 
-        What `folds` returns has to be carried out before.
-
-        Args:
-          free: Replicas, not empty. A trajectory stays where its first turn ran; a new
-            one goes where the fewest are open.
+        What `folds` returns has to be carried out before. A trajectory stays where its
+        first turn ran; a new one goes where the fewest are open.
         """
         ready = [
             trajectory
