@@ -1,15 +1,15 @@
 """Sums of float32 arrays whose bits do not depend on the order of the addends.
 
 Every addend is cut into whole numbers on one absolute grid, which are summed as int32,
-three to an entry; each row keeps the three highest steps of the grid that its addends
-have reached. The state is a function of the multiset of addends, and so is the value.
+three to an entry; each row keeps three steps of the grid, from that of its largest
+addend down. The state is a function of the multiset of addends, and so is the value.
 `docs/exactness.md` has the arithmetic, the proof and the error.
 
     limbs : int32[3, *leaf]       slot c sums the digits of the one step j = c (mod 3)
-    tops  : int8[*leaf[:-1], 1]   t of each row, or 7 once an addend was not finite
+    tops  : int8[*leaf[:-1], 1]   highest step, or 7 once an addend was not finite
 
 The functions are pure and may be traced. To update in place, donate the state and have
-the result lie where it lay: jit `add` with `donate_argnums=0` and its `out_shardings`.
+the result lie where it lay: `jax.jit(add, donate_argnums=0, out_shardings=...)`.
 """
 
 import functools
@@ -54,8 +54,7 @@ def init(tree: Tree) -> ExactSum:
     Raises:
       ValueError: A leaf is not a float of at most 32 bits.
     """
-    for path, leaf in jax.tree.leaves_with_path(tree):
-        _refuse_dtype(path, leaf)
+    _refuse_dtypes(tree)
     leaves, treedef = jax.tree.flatten(tree)
     limbs, tops, count = _zeros(tuple((jnp.shape(x), _layout(x)) for x in leaves))()
     return ExactSum(treedef.unflatten(limbs), treedef.unflatten(tops), count)
@@ -78,8 +77,7 @@ def add(state: ExactSum, tree: Tree, fresh: jax.Array | bool = False) -> ExactSu
       ValueError: A leaf has another shape than its sum, or is no float of at most 32
         bits.
     """
-    for path, leaf in jax.tree.leaves_with_path(tree):
-        _refuse_dtype(path, leaf)
+    _refuse_dtypes(tree)
     _refuse_shapes(state.limbs, tree, 0)
     return _add(state, tree, fresh)
 
@@ -290,13 +288,14 @@ def _counted(count):
     return jnp.minimum(count, MAX_ADDENDS + 1)
 
 
-def _refuse_dtype(path, leaf):
-    dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
-    if not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits > 32:
-        raise ValueError(
-            f"leaf {jax.tree_util.keystr(path)} is {dtype}; exact sums are of floats "
-            "of at most 32 bits"
-        )
+def _refuse_dtypes(tree):
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+        if not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits > 32:
+            raise ValueError(
+                f"leaf {jax.tree_util.keystr(path)} is {dtype}; exact sums are of "
+                "floats of at most 32 bits"
+            )
 
 
 def _refuse_shapes(limbs, tree, lead):

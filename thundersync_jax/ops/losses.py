@@ -5,10 +5,6 @@ divided by at the end of a step (trajectories, tokens) belongs to whoever sums. 
 term takes the tokens' contexts as given: their own dependence on the parameters is not
 differentiated. What stands at positions of weight 0, NaN and infinities included,
 reaches neither value nor gradient.
-
-A sampler's probabilities are not quite the learner's. `mismatch` measures by how much,
-in sums over tokens that add up over trajectories; `percentile` reads such sums on the
-host.
 """
 
 from collections.abc import Mapping
@@ -264,7 +260,7 @@ def mismatch(
     trained_t: jax.Array,
     cap: float = USUAL_CAP,
 ) -> dict[str, jax.Array]:
-    """Sums over the tokens of a sample.
+    """How far a sampler is off the learner, in sums over the tokens of a sample.
 
     Args:
       logprob_t: float[T], of the learner.

@@ -3,11 +3,10 @@
     batch : [1, *param]   the sum of everything whose coefficient is known
     group : [S, *param]   S sums of one open group whose coefficients are still unknown
 
-A group is S linear combinations of the gradients that one call brings, F0, F1 and FA of
-`docs/method.md`: which, is the caller's choice of weights. Pure functions of pytrees;
-sums are float32 whatever the parameters' dtype (float64 for float64). Sums are donated:
-use the returned one. The leading 1 of the batch sum is the replica axis, on which
-replicas' sums are joined.
+A group holds S linear combinations of gradients, F0, F1 and FA of `docs/method.md`; the
+caller's weights say which. Pure functions of pytrees; sums are float32 whatever the
+parameters' dtype (float64 for float64). Sums are donated: use the returned one. The
+leading 1 of the batch sum is the replica axis, on which replicas' sums are joined.
 """
 
 import functools
@@ -62,15 +61,11 @@ def add_group(
     weights: jax.Array,
     factors: jax.Array | None = None,
 ) -> Tree:
-    """Adds one call's gradients to the sums of an open group. `group` is donated.
+    """Adds one call's gradients to the sums [S, *param] of an open group, donated.
 
-    Args:
-      group: Sums [S, *param].
-      fresh: bool[], True to forget what the sums held before. Starting a group over a
-        used place this way costs nothing, a separate pass of zeros would.
-      gradients: N trees like the parameters.
-      weights: [S, N], sum s receives sum_n weights[s, n] * gradients[n].
-      factors: [S], what the sums so far are multiplied by first; None for 1.
+    Sum s receives sum_n weights[s, n] * gradients[n], weights [S, N], and is multiplied
+    by factors[s] before, None for 1. True in `fresh`, bool[], forgets what the sums
+    held: starting over in a used place costs nothing, a separate pass of zeros would.
     """
     if factors is None:
         factors = np.ones(len(weights))

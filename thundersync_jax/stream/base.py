@@ -17,10 +17,7 @@ from thundersync_jax.stream import refusals
 from thundersync_jax.stream.learner import Learner
 from thundersync_jax.stream.ledger import Entry, Ledger, Report
 from thundersync_jax.stream.padding import Padded
-from thundersync_jax.stream.refusals import Denominator, PartialGroups
-from thundersync_jax.stream.schedule import Close, Item
-from thundersync_jax.stream.schedule.order import Schedule
-from thundersync_jax.stream.schedule.turns import Turns
+from thundersync_jax.stream.schedule import Close, Item, Schedule, Turns
 from thundersync_jax.stream.surrogate import Gradient, Sample
 
 
@@ -38,8 +35,8 @@ class Stream:
         *,
         scope: str,
         lossy: bool,
-        denominator: Denominator,
-        partial_groups: PartialGroups,
+        denominator: refusals.Denominator,
+        partial_groups: refusals.PartialGroups,
         policy_version: int | None,
         on_call: Callable[[Any, jax.Array], None] | None,
     ):

@@ -22,12 +22,9 @@ from thundersync_jax.stream.base import Stream
 from thundersync_jax.stream.learner import Learner
 from thundersync_jax.stream.ledger import Computed
 from thundersync_jax.stream.padding import Padded
-from thundersync_jax.stream.schedule import BATCH, Call, Release, Rules
-from thundersync_jax.stream.schedule.order import Schedule
+from thundersync_jax.stream.schedule import BATCH, Call, Release, Rules, Schedule
 from thundersync_jax.stream.segments import Segments
 from thundersync_jax.stream.surrogate import Params, Sample, Surrogate
-
-Tree = Any
 
 
 class GradientStream(Stream):
@@ -89,7 +86,7 @@ class GradientStream(Stream):
         uniform_groups: refusals.UniformGroups = "keep",
         accumulator: refusals.Accumulator = "plain",
         policy_version: int | None = None,
-        frozen: Tree = None,
+        frozen: Any = None,
         rows_per_call: int = 1,
         pad_last: bool = True,
         on_call: Callable[[Call, jax.Array], None] | None = None,

@@ -140,9 +140,8 @@ class Learner:
             weighted, evaluated = self._run(surrogate.gradient, call, samples, ones)
             self._hold(call, unit, reward, weighted, None)
             return evaluated
-        weighted, additive, evaluated = self._run(
-            surrogate.split_gradient, call, samples
-        )
+        program = surrogate.split_gradient
+        weighted, additive, evaluated = self._run(program, call, samples)
         if certain:
             self._direct(call, additive)
             additive = None

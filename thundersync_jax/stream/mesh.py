@@ -72,10 +72,6 @@ def split(params: Tree, frozen: Tree = None) -> tuple[list[Tree], list[Tree]]:
 
     Arrays of `frozen` that lie elsewhere are copied whole to every replica. Returns the
     views of `params` and of `frozen`, one each per replica.
-
-    Raises:
-      ValueError: There is no array in `params`, one is sharded over `replica`, they
-        lie on different meshes or devices, or an axis of the mesh is not Auto.
     """
     leaves = jax.tree.leaves(params)
     if not leaves:
@@ -138,10 +134,7 @@ def join(trees: Sequence[Tree], params: Tree) -> Tree:
 
 
 class Replica:
-    """One sub-mesh with its copy of the parameters, and the programs that run there.
-
-    It starts programs without waiting for the device, and decides nothing.
-    """
+    """One sub-mesh with its copy of the parameters; starts programs without waiting."""
 
     def __init__(self, params: Tree, frozen: Tree = None):
         self.params = params

@@ -23,18 +23,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from thundersync_jax.stream import sums
+from thundersync_jax.stream import sums, surrogate
 from thundersync_jax.stream.accumulator import sum_dtype
 from thundersync_jax.stream.mesh import Replica
-from thundersync_jax.stream.surrogate import (
-    Evaluated,
-    Gradient,
-    Params,
-    Sample,
-    Surrogate,
-    all_finite,
-    parts,
-)
+from thundersync_jax.stream.surrogate import Evaluated, Gradient, Params, Sample
 
 Tree = Any
 
@@ -67,16 +59,16 @@ class Segments:
       axis: Of `kept`, along which tokens lie.
     """
 
-    function: Callable[..., tuple[Surrogate, State]]
+    function: Callable[..., tuple[surrogate.Surrogate, State]]
     empty: Callable[[int], State]
     slots: int
     axis: int = 0
 
-    def __call__(self, *arguments: Any) -> tuple[Surrogate, State]:
+    def __call__(self, *arguments: Any) -> tuple[surrogate.Surrogate, State]:
         return self.function(*arguments)
 
     @functools.cached_property
-    def joined(self) -> Callable[..., Surrogate]:
+    def joined(self) -> Callable[..., surrogate.Surrogate]:
         """The function of ((params, state), [frozen,] sample), without its state."""
 
         def joined(both, *rest):
@@ -153,7 +145,7 @@ def turn(
 
     def additive(params, state):
         out, own = _run(segments, params, frozen, state, sample)
-        row = parts(out)
+        row = surrogate.parts(out)
         return row[1], (own, jax.lax.stop_gradient(row))
 
     grad = jax.grad(additive, argnums=(0, 1), has_aux=True)
@@ -165,7 +157,7 @@ def turn(
         State(kept, own.last),
         _added(pulled, of_state.kept),
         jax.tree.map(lambda x: x.astype(sum_dtype(x.dtype)), of_state.last),
-        Evaluated(row[None], all_finite(gradients)),
+        Evaluated(row[None], surrogate.all_finite(gradients)),
     )
 
 
@@ -274,10 +266,6 @@ class SharedPrompt:
     Each member's gradient is taken with respect to the parameters and to the state
     behind the prompt. The cotangents of that state are summed as the gradients are, in
     the same kind of sums, and pushed through the prompt once all are in.
-
-    Attributes:
-      state: What the prompt leaves for those that continue it.
-      sums: Cotangents of the state, for one replica.
     """
 
     def __init__(self, segments: Segments, replica: Replica, sample: Sample, kind: str):
@@ -286,6 +274,7 @@ class SharedPrompt:
         self.state = replica.run(
             prompt_state, segments, replica.params, replica.frozen, self._sample
         )
+        # Of cotangents of the state, for this replica alone.
         self.sums = sums.KINDS[kind]([self.state], self.state)
 
     def gradient(self) -> tuple[Gradient, Evaluated]:
@@ -302,7 +291,7 @@ def _run(segments, params, frozen, state, sample):
 
 
 def _no_rows(gradients) -> Evaluated:
-    return Evaluated(jnp.zeros((0, 2)), all_finite(gradients))
+    return Evaluated(jnp.zeros((0, 2)), surrogate.all_finite(gradients))
 
 
 def _like(cotangent: Tree, primal: Tree) -> Tree:

@@ -108,13 +108,7 @@ def traced(surrogate: Callable) -> Traced:
 def structure(
     surrogate: Callable, params: Params, frozen: Tree, sample: Sample
 ) -> Structure:
-    """Finds the parts of a surrogate without computing anything.
-
-    Raises:
-      TypeError: It returns no `Surrogate`, nothing to differentiate, or a part that is
-        not a real scalar.
-      ValueError: A metric is complex or no number.
-    """
+    """Finds the parts of a surrogate without computing anything, or what is wrong."""
     evaluate = functools.partial(_evaluate, surrogate)
     out = jax.eval_shape(evaluate, params, frozen, sample)
     if not isinstance(out, Surrogate):

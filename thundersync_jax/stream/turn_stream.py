@@ -22,13 +22,9 @@ from thundersync_jax.stream.base import Stream
 from thundersync_jax.stream.learner import Learner
 from thundersync_jax.stream.ledger import Computed
 from thundersync_jax.stream.padding import Padded
-from thundersync_jax.stream.refusals import Context, Denominator, PartialGroups
-from thundersync_jax.stream.schedule import Prompt
-from thundersync_jax.stream.schedule.turns import TurnCall, Turns
+from thundersync_jax.stream.schedule import Prompt, TurnCall, Turns
 from thundersync_jax.stream.segments import Segments
 from thundersync_jax.stream.surrogate import Params, Sample, Surrogate
-
-Tree = Any
 
 
 class TurnStream(Stream):
@@ -68,12 +64,12 @@ class TurnStream(Stream):
         surrogate: Segments | Callable[..., Surrogate],
         params: Params,
         *,
-        context: Context = "trajectory",
-        denominator: Denominator = "trajectories",
+        context: refusals.Context = "trajectory",
+        denominator: refusals.Denominator = "trajectories",
         open_trajectories: int = 8,
-        partial_groups: PartialGroups = "drop",
+        partial_groups: refusals.PartialGroups = "drop",
         policy_version: int | None = None,
-        frozen: Tree = None,
+        frozen: Any = None,
         on_call: Callable[[TurnCall | Prompt, jax.Array], None] | None = None,
         on_compile: Callable[[str], None] | None = None,
     ):

@@ -34,9 +34,7 @@ class _Unit:
     left: collections.Counter = dataclasses.field(default_factory=collections.Counter)
     place: int | None = None
     # Place and replicas of sums that hold something, by reward.
-    sums: dict[float | None, tuple[int, set[int]]] = dataclasses.field(
-        default_factory=dict
-    )
+    sums: dict[float | None, tuple] = dataclasses.field(default_factory=dict)
     complete: bool = False
     kept: bool = True
 
