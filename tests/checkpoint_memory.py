@@ -28,8 +28,7 @@ import numpy as np
 
 from thundersync_jax.config import model_folder
 from thundersync_jax.config.model import ModelConfig
-from thundersync_jax.hf import families, weights
-from thundersync_jax.hf import files as tensor_files
+from thundersync_jax.hf import files, weights
 from thundersync_jax.models import layers, transformer
 from thundersync_jax.stream.mesh import make_mesh, parameter_shardings
 
@@ -69,11 +68,11 @@ def write_folder(folder: Path, config: ModelConfig, dtype: str) -> None:
         return np.resize(random, math.prod(shape)).reshape(shape)
 
     pieces = [
-        tensor_files.Piece(t.name, t.shape, functools.partial(value, t.shape))
-        for t in families.tensors(config)
+        files.Piece(t.name, t.shape, functools.partial(value, t.shape))
+        for t in files.tensors(config)
     ]
-    tensor_files.write(folder / tensor_files.ONE_FILE, pieces, stored, {})
-    text = json.dumps(families.config_json(config, dtype))
+    files.write(folder / files.ONE_FILE, pieces, stored, {})
+    text = json.dumps(files.config_json(config, dtype))
     (folder / model_folder.CONFIG_FILE).write_text(text)
 
 

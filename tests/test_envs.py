@@ -19,10 +19,11 @@ from thundersync_jax.envs.base import (
     Action,
     Observation,
     TaskSet,
+    WithLatency,
     check_split,
+    draw,
     load_factory,
 )
-from thundersync_jax.envs.latency import WithLatency, draw
 from thundersync_jax.envs.reasoning import ReasoningOptions
 from thundersync_jax.errors import ConfigError
 
@@ -287,7 +288,7 @@ def _waits(monkeypatch, seed: tuple[int, ...]) -> list[float]:
         assert (first.text, last.done) == ("6", True)
         assert await environment.verify() == 1.0
 
-    monkeypatch.setattr("thundersync_jax.envs.latency.asyncio.sleep", sleep)
+    monkeypatch.setattr("thundersync_jax.envs.base.asyncio.sleep", sleep)
     asyncio.run(play())
     return waits
 
@@ -328,7 +329,7 @@ def test_whatever_is_answered_was_a_tool_call_and_waits_afterwards(kind, monkeyp
         for text in ("first", "second", "last"):
             await environment.step(Action(kind, text))
 
-    monkeypatch.setattr("thundersync_jax.envs.latency.asyncio.sleep", sleep)
+    monkeypatch.setattr("thundersync_jax.envs.base.asyncio.sleep", sleep)
     asyncio.run(play())
     assert order == ["step", 0.5, "step", 0.5, "step"]
 

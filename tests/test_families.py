@@ -14,7 +14,7 @@ from thundersync_jax.config.model import SHAPE, ModelConfig, from_dict
 from thundersync_jax.config.model_folder import RopeScaling
 from thundersync_jax.config.settings import config_dict
 from thundersync_jax.errors import ConfigError
-from thundersync_jax.hf import families
+from thundersync_jax.hf import files
 from thundersync_jax.models import layers
 
 # Published files, shortened to what decides the model, and some of what does not.
@@ -168,7 +168,7 @@ def test_a_published_config_is_this_model(name, tmp_path):
 )
 def test_what_is_written_is_read_back(name, rope, tmp_path):
     config = dataclasses.replace(MODELS[name][1], rope=rope, tied_embeddings=False)
-    values = families.config_json(config, "bfloat16")
+    values = files.config_json(config, "bfloat16")
     assert dataclasses.replace(read(tmp_path, values), path=None) == config
     assert values["dtype"] == "bfloat16"
     longest = {"llama3": 4096, "yarn": 2048}.get(rope.kind, 32_768)
@@ -181,7 +181,7 @@ def test_what_is_written_is_read_back(name, rope, tmp_path):
 
 def test_a_written_config_keeps_what_the_source_says_besides():
     source = {**LLAMA, "original_max_position_embeddings": 5}
-    values = families.config_json(MODELS["Llama-3.1-8B"][1], "float32", source)
+    values = files.config_json(MODELS["Llama-3.1-8B"][1], "float32", source)
     assert values["eos_token_id"] == [128001, 128008, 128009]
     assert values["max_position_embeddings"] == 131072
     assert "original_max_position_embeddings" not in values  # it would win
@@ -228,7 +228,7 @@ def test_the_context_of_pretraining_is_found_where_transformers_finds_it(tmp_pat
 )
 def test_longest_context_counts_the_scaling_once(tmp_path, values, changes, longest):
     config = read(tmp_path, values, **changes)
-    assert families.longest_context(config) == longest
+    assert files.longest_context(config) == longest
 
 
 def test_yarn_scales_of_attention_become_one_factor(tmp_path):
@@ -310,9 +310,9 @@ def test_a_folder_without_a_config_is_refused(tmp_path):
 def test_no_family_has_both_norms_and_biases():
     config = ModelConfig(qk_norm=True, attention_bias=True)
     with pytest.raises(ConfigError, match="no published family has both"):
-        families.config_json(config, "float32")
+        files.config_json(config, "float32")
     with pytest.raises(ConfigError, match="width is 66 with model.heads 4"):
-        families.config_json(ModelConfig(width=66), "float32")
+        files.config_json(ModelConfig(width=66), "float32")
 
 
 def test_a_path_decides_the_shape_and_replacing_it_replaces_the_shape(tmp_path):

@@ -11,10 +11,8 @@ from thundersync_jax import verify as verify_module
 from thundersync_jax.config import EnvConfig
 from thundersync_jax.config.settings import replace
 from thundersync_jax.envs.letters import LettersOptions
-from thundersync_jax.measure import free_runs
 from thundersync_jax.measure import replay as comparison
-from thundersync_jax.measure.free_runs import FreeRun
-from thundersync_jax.measure.replay import Variant
+from thundersync_jax.measure.replay import FreeRun, Variant
 from thundersync_jax.run import state
 from thundersync_jax.run.run import Run
 from thundersync_jax.verify import verify
@@ -111,7 +109,7 @@ def _layout(tree):
 def test_every_variant_samples_with_its_own_parameters(tmp_path, monkeypatch):
     """Nothing is shared between variants, and nothing is done twice."""
     sampled, replayed = [], []
-    roll_out, replay = free_runs.roll_out, comparison.replay
+    roll_out, replay = comparison.roll_out, comparison.replay
 
     def watched_roll_out(run, step, version):
         sampled.append((step, version, run.published))
@@ -127,7 +125,7 @@ def test_every_variant_samples_with_its_own_parameters(tmp_path, monkeypatch):
         right(self, params, version)
 
     right = Run.publish
-    monkeypatch.setattr(free_runs, "roll_out", watched_roll_out)
+    monkeypatch.setattr(comparison, "roll_out", watched_roll_out)
     monkeypatch.setattr(comparison, "replay", watched_replay)
     monkeypatch.setattr(Run, "publish", publish)
     verify(CONFIG, tmp_path, steps=2, orders=1)
@@ -144,11 +142,11 @@ def test_tracked_baselines_belong_to_the_variant(tmp_path):
         before = run.baselines.state()
         # 16 tasks and as many groups: in the second step every prompt is known.
         runs = [
-            free_runs.run_freely(run, Display(), variant, start, update, 2)
+            comparison.run_freely(run, Display(), variant, start, update, 2)
             for variant in comparison.variants(("batch", "trajectory"), 1)
         ]
         assert run.baselines.state() == before
-    assert free_runs.first_difference(runs) is None
+    assert comparison.first_difference(runs) is None
 
 
 def free_run(name, *steps, **figures):
@@ -172,7 +170,7 @@ def free_run(name, *steps, **figures):
 )
 def test_first_difference_is_the_earliest_step_and_leaf(others, first):
     runs = [free_run("batch", "111", "222"), *(free_run(*one) for one in others)]
-    found = free_runs.first_difference(runs)
+    found = comparison.first_difference(runs)
     assert (found and (found.step, found.leaf, found.variant[:6])) == (
         first and (*first[:2], first[2][:6])
     )

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from tiny_models import QWEN3, assert_same, random_params, shardings
 
 from thundersync_jax.errors import ConfigError
-from thundersync_jax.hf import families, files, weights
+from thundersync_jax.hf import files, weights
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 
@@ -66,7 +66,7 @@ WRONG = {
         UP, ONES
     ),
     r"lm_head.weight of .* differs from model.embed_tokens.weight": put(
-        families.HEAD, ONES
+        files.HEAD, ONES
     ),
     rf"tensor {UP} of .* is stored as I8, expected one of F32, BF16": put(
         UP, np.ones((24, 16), np.int8)
@@ -139,7 +139,7 @@ def test_another_model_is_refused(folder):
 
 def test_a_head_that_equals_tied_embeddings_is_accepted(folder):
     def add_head(tensors):
-        tensors[families.HEAD] = tensors[families.EMBEDDING].copy()
+        tensors[files.HEAD] = tensors[files.EMBEDDING].copy()
 
     before = weights.load(folder, QWEN3, shardings(QWEN3))
     rewrite(folder, add_head)

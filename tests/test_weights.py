@@ -25,7 +25,7 @@ from tiny_models import (
 )
 
 from thundersync_jax.config.model import ModelConfig
-from thundersync_jax.hf import families, files, weights
+from thundersync_jax.hf import files, weights
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 
@@ -153,7 +153,7 @@ def test_blocks_do_not_change_what_is_read(tmp_path, monkeypatch):
 
 def test_a_part_reads_its_own_rows_and_a_block_at_a_time(tmp_path, monkeypatch):
     weights.save(tmp_path, QWEN3, params := random_params(QWEN3))
-    embedding = files.stored(tmp_path)[families.EMBEDDING]
+    embedding = files.stored(tmp_path)[files.EMBEDDING]
     read, parts = files._read, []
     monkeypatch.setattr(
         files, "_read", lambda *given: parts.append(given[1:]) or read(*given)

@@ -5,7 +5,7 @@
 Variants are the release rules and, with `--orders`, random orders of arrival under
 trajectory release. With plain sums all get the parameters of the batch rule and the
 same trajectories; with `--config.accumulator=exact` each runs freely from the warm
-start (module `free_runs`), and all must end with the same bits.
+start (module `replay`), and all must end with the same bits.
 """
 
 import contextlib
@@ -23,8 +23,8 @@ from thundersync_jax.config import Config
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.flags import Flag
 from thundersync_jax.flags import run as run_command
-from thundersync_jax.measure import free_runs, replay
-from thundersync_jax.measure.free_runs import FreeRun
+from thundersync_jax.measure import replay
+from thundersync_jax.measure.replay import FreeRun
 from thundersync_jax.models.base import ModelFactory
 from thundersync_jax.run import state
 from thundersync_jax.run.checkpoint import Checkpoints, sha256
@@ -118,11 +118,11 @@ def _to_the_bit(run, display, variants, start, steps) -> dict[str, Any]:
     """Every variant from its own parameters; only the same bits will do."""
     update = state.Update(run.optimizer, run.config.optim.clip_norm, start)
     runs = [
-        free_runs.run_freely(run, display, variant, start, update, steps)
+        replay.run_freely(run, display, variant, start, update, steps)
         for variant in variants
     ]
     result = _judge_bits(runs)
-    free_runs.show(display, runs, result)
+    replay.show(display, runs, result)
     return result
 
 
@@ -207,7 +207,7 @@ def _judge(updated: dict[str, _Updated], points: list[_Point]) -> dict[str, Any]
 def _judge_bits(runs: list[FreeRun]) -> dict[str, Any]:
     by_name = {free_run.variant.name: free_run for free_run in runs}
     batch = by_name["batch"]
-    difference = free_runs.first_difference(runs)
+    difference = replay.first_difference(runs)
     nonzero = min(batch.nonzero_groups)
     streaming = by_name.get("trajectory")
     shares = streaming.streamed_shares if streaming else [None]

@@ -18,7 +18,7 @@ from thundersync_jax.config.checks import require
 from thundersync_jax.config.model import ModelConfig
 from thundersync_jax.config.workdir import replace_json, replacing
 from thundersync_jax.errors import ConfigError
-from thundersync_jax.hf import families, files
+from thundersync_jax.hf import files
 from thundersync_jax.models import layers, transformer
 
 Params = Any  # the tree of `transformer.init`
@@ -50,7 +50,7 @@ def check(folder: str | os.PathLike, config: ModelConfig) -> dict[str, files.Sto
     """
     folder = Path(folder).expanduser()
     stored = files.stored(folder)
-    expected = {tensor.name: tensor.shape for tensor in families.tensors(config)}
+    expected = {tensor.name: tensor.shape for tensor in files.tensors(config)}
     if missing := [name for name in expected if name not in stored]:
         raise ConfigError(
             f"{folder} has no tensor {_few(missing)}, expected shape "
@@ -58,8 +58,8 @@ def check(folder: str | os.PathLike, config: ModelConfig) -> dict[str, files.Sto
             "layers. Download or save the folder again."
         )
     if config.tied_embeddings:
-        expected[families.HEAD] = expected[families.EMBEDDING]
-    ignored = families.IGNORED_END
+        expected[files.HEAD] = expected[files.EMBEDDING]
+    ignored = files.IGNORED_END
     extra = [n for n in stored if n not in expected and not n.endswith(ignored)]
     if extra:
         raise ConfigError(
@@ -99,17 +99,17 @@ def load(folder: str | os.PathLike, config: ModelConfig, shardings: Any) -> Para
       ConfigError: As `check`; nothing has been put on a device then.
     """
     stored = check(folder, config)
-    if config.tied_embeddings and families.HEAD in stored:
+    if config.tied_embeddings and files.HEAD in stored:
         require(
-            files.equal(stored[families.EMBEDDING], stored[families.HEAD]),
-            f"{families.HEAD} of {folder} differs from {families.EMBEDDING} although "
+            files.equal(stored[files.EMBEDDING], stored[files.HEAD]),
+            f"{files.HEAD} of {folder} differs from {files.EMBEDDING} although "
             "config.json has tie_word_embeddings true",
             "the same numbers",
             "Set tie_word_embeddings to false if the head is its own.",
         )
     dtype = np.dtype(layers.wide(transformer.compute_dtype(config)))
-    leaves: dict[tuple[str, ...], list[families.Tensor]] = {}
-    for tensor in families.tensors(config):
+    leaves: dict[tuple[str, ...], list[files.Tensor]] = {}
+    for tensor in files.tensors(config):
         leaves.setdefault(tensor.leaf, []).append(tensor)
 
     def leaf(path, sharding):
@@ -154,7 +154,7 @@ def save(
     other = {}
     if source is not None and (source / model_folder.CONFIG_FILE).is_file():
         other = model_folder.read_json(source / model_folder.CONFIG_FILE)
-    described = families.config_json(config, dtype, other)
+    described = files.config_json(config, dtype, other)
     folder.mkdir(parents=True, exist_ok=True)
     write_tensors(folder, config, params, dtype, metadata, most_shard_bytes)
     if source is not None and source.resolve() != folder.resolve():
@@ -191,7 +191,7 @@ def write_tensors(
         "Take float32 to lose nothing.",
     )
     folder, stored = Path(folder).expanduser(), jnp.dtype(dtype)
-    pieces = [_piece(tensor, params, stored) for tensor in families.tensors(config)]
+    pieces = [_piece(tensor, params, stored) for tensor in files.tensors(config)]
     shards = _shards(pieces, stored, most_shard_bytes)
     names = _file_names(folder, len(shards))
     places: dict[str, str] = {}
@@ -217,7 +217,7 @@ def _few(names: Sequence[str]) -> str:
 
 
 def _leaf(
-    tensors: Sequence[families.Tensor],
+    tensors: Sequence[files.Tensor],
     stored: Mapping[str, files.Stored],
     dtype: np.dtype,
     sharding: jax.sharding.Sharding,
@@ -250,7 +250,7 @@ def _leaf(
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
 
-def _piece(tensor: families.Tensor, params: Params, dtype: np.dtype) -> files.Piece:
+def _piece(tensor: files.Tensor, params: Params, dtype: np.dtype) -> files.Piece:
     leaf = params
     for key in tensor.leaf:
         leaf = leaf[key]

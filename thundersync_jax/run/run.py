@@ -21,8 +21,7 @@ from thundersync_jax.engines import in_process
 from thundersync_jax.engines.in_process import EngineGroup, InProcessEngine
 from thundersync_jax.engines.vllm.engine import VLLMEngine
 from thundersync_jax.engines.vllm.publish import Publisher
-from thundersync_jax.envs.base import Environment, TaskSet, load_factory
-from thundersync_jax.envs.latency import WithLatency
+from thundersync_jax.envs.base import Environment, TaskSet, WithLatency, load_factory
 from thundersync_jax.metrics.learner_clock import LearnerClock
 from thundersync_jax.metrics.timing import Timeline
 from thundersync_jax.models import base as models

@@ -13,7 +13,7 @@ from thundersync_jax.config import MOST_STOP_IDS, Config
 from thundersync_jax.config.model import ModelConfig
 from thundersync_jax.envs.base import TaskSet, check_split
 from thundersync_jax.errors import ConfigError
-from thundersync_jax.hf import families
+from thundersync_jax.hf import files
 from thundersync_jax.rollout.events import Job
 from thundersync_jax.types import TrajectoryKey
 
@@ -70,7 +70,7 @@ def _check_ids(chat: Chat, config: Config) -> None:
 
 
 def _check_context(model: ModelConfig, tokens: int) -> None:
-    longest = families.longest_context(model)
+    longest = files.longest_context(model)
     if tokens > longest:
         raise ConfigError(
             f"rollout.context_tokens is {tokens} and {model.path} is made for at most "

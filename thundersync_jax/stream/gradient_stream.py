@@ -22,7 +22,8 @@ from thundersync_jax.stream.base import Stream
 from thundersync_jax.stream.learner import Learner
 from thundersync_jax.stream.ledger import Computed
 from thundersync_jax.stream.padding import Padded
-from thundersync_jax.stream.schedule import BATCH, Call, Release, Rules, Schedule
+from thundersync_jax.stream.schedule import BATCH, Call, Release, Rules
+from thundersync_jax.stream.schedule.order import Schedule
 from thundersync_jax.stream.segments import Segments
 from thundersync_jax.stream.surrogate import Params, Sample, Surrogate
 
