@@ -165,10 +165,7 @@ class EngineDriver:
     name = "engine"  # of the thread
 
     def __init__(
-        self,
-        engine: PassiveEngine,
-        loop: asyncio.AbstractEventLoop,
-        on_error: OnError,
+        self, engine: PassiveEngine, loop: asyncio.AbstractEventLoop, on_error: OnError
     ):
         """Starts the thread, which calls `on_error` with what the engine died of."""
         self._engine = engine
@@ -181,11 +178,7 @@ class EngineDriver:
         self._thread.start()
 
     async def ask(self, request: Any) -> Any:
-        """Waits for the answer to a request. A session has one at a time.
-
-        Raises:
-          ValueError: The engine refused the request.
-        """
+        """Waits for an answer, one at a time per session; ValueError if refused."""
         session = request.session
         assert session not in self._waiting, f"{session} already waits for an answer"
         future = self._loop.create_future()
@@ -210,8 +203,7 @@ class EngineDriver:
     def call(self, function: Callable[[], Any], limit_secs: float) -> Any:
         """Runs a function in the engine's thread, after all it was told before.
 
-        Raises:
-          RuntimeError: The thread is dead or did not answer in time.
+        RuntimeError where the thread is dead or does not answer in time.
         """
         answer: Future = Future()
         self._inbox.put(partial(_call, function, answer))

@@ -41,13 +41,9 @@ def decode_params(model, params):
 def prefill(model, params, cache, ids, place, count):
     """Runs `count` segments, one after the other, and keeps their keys and values.
 
-    Args:
-      model: The policy; static.
-      params: As `decode_params` returns them.
-      cache: Donated.
-      ids: int32[slots, bucket]; what follows a segment's end is never attended to.
-      place: int32[slots, 2], slot and first position of each segment.
-      count: int32[], segments in use.
+    `params` are as `decode_params` returns them, `cache` is donated, `count` int32[].
+    What follows a segment's end in `ids` int32[slots, bucket] is never attended to;
+    `place` int32[slots, 2] are slot and first position of each.
     """
     index = jnp.arange(ids.shape[1], dtype=jnp.int32)
 
@@ -77,18 +73,10 @@ def copy(cache, pairs, count):
 def decode(model, steps, block_rows, params, cache, rows):
     """Samples up to `steps` tokens in every slot with a turn, a block at a time.
 
-    Args:
-      model: The policy; static.
-      steps: Tokens per slot; static.
-      block_rows: Rows computed together; static. A row's bits depend on this number,
-        and on no other row.
-      params: As `decode_params` returns them.
-      cache: Donated.
-      rows: One row per slot.
-
-    Returns:
-      The cache, ids int32[slots, steps] and log-probabilities float32[slots, steps].
-      Entries after a turn's end are noise.
+    `block_rows` are computed together: a row's bits depend on this number, and on no
+    other row. `params` are as `decode_params` returns them, `cache` is donated. Returns
+    the cache, ids int32[slots, steps] and log-probabilities float32[slots, steps];
+    entries after a turn's end are noise.
     """
     slots = rows.token.shape[0]
     if block_rows == slots:

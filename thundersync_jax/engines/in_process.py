@@ -55,10 +55,8 @@ class InProcessEngine(SlotEngine):
         """Places a copy of the parameters and an empty cache.
 
         Args:
-          model: The policy.
           params: Parameters of the policy; copied.
           slots: Sessions that are held at a time.
-          context_tokens: Longest sequence of a session.
           steps_per_call: Tokens per slot and `step`.
           prefill_buckets: Ascending lengths to which pieces are padded; what is longer
             than the last goes in pieces of it.
@@ -99,21 +97,12 @@ class InProcessEngine(SlotEngine):
         return bool(self._decoding) or super().busy
 
     def update(
-        self,
-        params: Params,
-        policy_version: int,
-        twin: "InProcessEngine | None" = None,
+        self, params: Params, policy_version: int, twin: "InProcessEngine | None" = None
     ) -> None:
-        """Takes a copy of new parameters.
+        """Takes a copy of new parameters; ValueError while a session is held.
 
-        Args:
-          params: Parameters of the policy.
-          policy_version: Optimizer updates behind `params`.
-          twin: An engine of the same model that has taken them. Its copy is used, and
-            shared where both engines are on CPU devices.
-
-        Raises:
-          ValueError: A session is held; its cache belongs to the old parameters.
+        `twin` is an engine of the same model that has taken them: its copy is used, and
+        shared where both engines are on CPU devices.
         """
         if self._sessions:
             raise ValueError(
@@ -372,12 +361,8 @@ def make(
 ) -> InProcessEngine | EngineGroup:
     """One sampler over some devices: an engine, or a group of them.
 
-    Args:
-      places: Devices or shardings, one for each engine.
-      model: The policy.
-      params: Parameters of the policy; copied.
-      slots: Sessions in all, a multiple of the number of places.
-      **settings: Further arguments of `InProcessEngine`.
+    `places` are devices or shardings, one for each engine; `slots` are sessions in all,
+    a multiple of their number. `params` are copied.
     """
     engine = functools.partial(
         InProcessEngine, model, params, slots // len(places), **settings

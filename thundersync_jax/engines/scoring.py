@@ -66,17 +66,11 @@ class Rows(NamedTuple):
 def score(model, readout, params, cache, rows, temperature):
     """Runs pieces, one after the other; keeps their keys and values, and reads scores.
 
-    Args:
-      model: The teacher; static.
-      readout: Which numbers are the score; static.
-      params: As `Model.cast` returns them.
-      cache: `Kept` of every session, which lie before the axis of the tokens; donated.
-      rows: Pieces, one a row.
-      temperature: float32[], logits are divided by it.
-
-    Returns:
-      The cache, log-probabilities float32[R, bucket, K], and the ids of kind "top_k",
-      int32[R, bucket, K]. Entries behind those that a row asks for are noise.
+    `model` and `readout` are static, `params` as `Model.cast` returns them. `cache`,
+    donated, is `Kept` of every session, which lie before the axis of the tokens.
+    Logits are divided by `temperature`, float32[]. Returns the cache, log-probabilities
+    float32[R, bucket, K], and the ids of kind "top_k", int32[R, bucket, K]; entries
+    behind those that a row asks for are noise.
     """
     index = jnp.arange(rows.tokens.shape[1], dtype=jnp.int32)
     axis = model.token_axis
@@ -184,7 +178,6 @@ class ScoringEngine(SlotEngine):
         """Places a copy of the parameters and room for the sessions.
 
         Args:
-          model: The teacher.
           params: Parameters of the teacher; copied, and never changed.
           kind: The score of a position: the log-probability of the token itself, the
             `top_k` likeliest ids with theirs, or the full distribution.
@@ -193,7 +186,6 @@ class ScoringEngine(SlotEngine):
             of the student's and the teacher's vocabulary. Rows behind it are padding.
           temperature: Logits are divided by it; that of the rollout.
           sessions: Sessions that are held at a time.
-          context_tokens: Longest sequence of a session.
           buckets: Ascending lengths to which pieces are padded; what is longer than the
             last goes in pieces of it.
           device_or_sharding: Where the teacher lives; None is jax's default device.

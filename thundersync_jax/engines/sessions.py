@@ -25,12 +25,9 @@ class SlotEngine:
     A session takes a slot when one is free, first come, first served, and holds it
     until it is released. A subclass checks requests in `_check_request`, begins them in
     `_accept` and answers them in `step`.
-
-    Attributes:
-      context_tokens: Longest sequence of a session.
     """
 
-    context_tokens: int
+    context_tokens: int  # longest sequence of a session
 
     def __init__(
         self,
@@ -40,17 +37,10 @@ class SlotEngine:
         buckets: Sequence[int],
         device_or_sharding: Any,
     ):
-        """Begins without sessions.
+        """Begins without sessions, which `session` makes; ConfigError: wrong sizes.
 
-        Args:
-          session: Makes a new session.
-          slots: Sessions that are held at a time.
-          context_tokens: Longest sequence of a session.
-          buckets: Ascending lengths to which pieces are padded.
-          device_or_sharding: Where arrays lie; None is jax's default device.
-
-        Raises:
-          ConfigError: Sizes that cannot be.
+        Pieces are padded to `buckets`, ascending lengths. Arrays lie where
+        `device_or_sharding` says; None is jax's default device.
         """
         if slots < 1 or context_tokens < 2:
             raise ConfigError(
@@ -78,11 +68,7 @@ class SlotEngine:
         return bool(self._ready or (self._queue and self._free))
 
     def submit(self, request: Any) -> None:
-        """Queues a request.
-
-        Raises:
-          ValueError: Its session waits for an answer, or the request does not fit.
-        """
+        """Queues a request; ValueError where its session waits, or it does not fit."""
         session = self._sessions.get(request.session) or self._new_session()
         if session.request is not None:
             raise ValueError(

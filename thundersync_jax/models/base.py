@@ -136,8 +136,6 @@ def logprobs(
         entry t = log pi(tokens[t] | tokens[:t]),  entry 0 = 0
 
     Args:
-      model: The policy.
-      params: Its parameters.
       tokens: int32[T]. What follows a position cannot change its entry, so padding
         belongs at the end.
       temperature: Logits are divided by it.
@@ -160,12 +158,9 @@ def whole(
         entry t = function(logits that predict tokens[t], operands[t]),  entry 0 = 0
 
     Args:
-      model: The policy.
-      params: Its parameters.
       tokens: int32[T]. What follows a position cannot change its entry, so padding
         belongs at the end.
       operands: Arrays [T, ...] that `function` reads beside the logits.
-      function: Row by row.
 
     Returns:
       What `function` returns, [T].
@@ -192,15 +187,12 @@ def piece(
     """Numbers of every token of a piece, and what it leaves.
 
     Args:
-      model: The policy.
-      params: Its parameters.
       state: `Kept` of the pieces before, not read from `start` on; and float[D], the
         hidden vector behind the last token before.
       tokens: int32[T], at positions start .. start + T - 1; padding at the end.
       start: int32[], tokens before the piece.
       length: int32[], how many of its tokens are real.
       operands: Arrays [T, ...] that `function` reads beside the logits.
-      function: Row by row.
 
     Returns:
       What `function` returns, [T]; where `start` is 0, entry 0 means nothing.

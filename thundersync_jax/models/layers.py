@@ -78,7 +78,6 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     Args:
       x: float[..., D].
       scale: float[D].
-      eps: Added to the mean square.
 
     Returns:
       float[..., D], the dtype of `x`.
@@ -116,7 +115,6 @@ def attention(
         are the queries' own, and each reads up to its own.
       gap: Nobody reads the keys from the first number up to the second, that one not
         included. None: there is no gap. Every query must have a key left.
-      precision: Of both products.
 
     Returns:
       float[T, N, H], the dtype of `query`.
@@ -229,7 +227,6 @@ def swiglu(
       gate: float[D, M].
       up: float[D, M].
       down: float[M, D].
-      precision: Of the products.
 
     Returns:
       float[T, D].
@@ -247,7 +244,6 @@ def rotate(config: ModelConfig, x: jax.Array, positions: jax.Array) -> jax.Array
         angle_ti = position_t * frequency_i;  cos and sin times the attention factor
 
     Args:
-      config: The model.
       x: float[T, N, H], queries or keys.
       positions: int32[T].
 

@@ -260,8 +260,6 @@ def segment(
     """Runs the decoder over a piece of one sequence.
 
     Args:
-      config: The model.
-      params: Parameters, as `init` returns them.
       tokens: int32[T], at positions past_length .. past_length + T - 1.
       past: Keys and values of the tokens before, [L, S, KV, H]; None at the start.
       past_length: int32[], how many of the S are real; None means all.

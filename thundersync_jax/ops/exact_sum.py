@@ -48,9 +48,6 @@ def init(tree: Tree) -> ExactSum:
     Args:
       tree: Arrays with the shapes of the addends, of at most 32 bits per float.
 
-    Returns:
-      Three int32 per entry and one int8 per row.
-
     Raises:
       ValueError: A leaf is not a float of at most 32 bits.
     """
@@ -104,11 +101,8 @@ def merge(left: ExactSum, right: ExactSum) -> ExactSum:
 def merge_stacked(stack: ExactSum) -> ExactSum:
     """Merges sums along one more leading axis, as that of replicas joined in one array.
 
-    Args:
-      stack: A state whose arrays are limbs [R, 3, *leaf], tops [R, ...], count [R].
-
-    Returns:
-      One sum, to the bit that of all their addends.
+    `stack` has limbs [R, 3, *leaf], tops [R, ...] and count [R]. The sum is to the bit
+    that of all their addends.
     """
     tops = jax.tree.map(lambda t: jnp.max(t, axis=0), stack.tops)
 

@@ -178,10 +178,7 @@ def entropy_bonus(entropy_t: jax.Array, weight_t: jax.Array) -> jax.Array:
 
 
 def importance_weights(
-    logprob_t: jax.Array,
-    sampler_logprob_t: jax.Array,
-    trained_t: jax.Array,
-    cap: float,
+    logprob_t: jax.Array, sampler_logprob_t: jax.Array, trained_t: jax.Array, cap: float
 ) -> jax.Array:
     """Truncated importance weights for a sampler that is not quite the trained policy.
 

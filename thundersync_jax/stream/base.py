@@ -57,13 +57,7 @@ class Stream:
     def fail(self, group: Hashable, member: int, reason: str) -> None:
         """Withdraws a member that is not settled, with whatever it left.
 
-        Args:
-          group: The name given to `open_group`.
-          member: Index from 0.
-          reason: One line, for the error of a step that takes no failed members.
-
-        Raises:
-          StreamError: `partial_groups` is "fail".
+        `reason` is one line, for the StreamError where `partial_groups` is "fail".
         """
         self._check_alive()
         close = self._schedule.fail(group, member)
@@ -133,10 +127,7 @@ class Stream:
 
     @property
     def advantages(self) -> dict[tuple[Hashable, int], float]:
-        """Advantages by (group, member), of kept groups whose rewards are in.
-
-        0 where there are no rewards.
-        """
+        """Those of kept groups whose rewards are in, 0 where there are no rewards."""
         return {
             (group, member): advantage
             for group, members in self._ledger.advantages.items()

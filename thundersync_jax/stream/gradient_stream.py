@@ -142,8 +142,7 @@ class GradientStream(Stream):
         """Announces a group: the `members` trajectories of one prompt.
 
         Args:
-          group: Name of the group.
-          members: Number of trajectories, at least 1.
+          members: At least 1; other events name one by its index, from 0.
           baseline: Known beforehand, as one tracked per prompt; subtracted from the
             group's rewards before the estimator sees them.
           prompt: What its members continue, a sample or a `Padded` one, where the
@@ -168,11 +167,8 @@ class GradientStream(Stream):
         """Adds a sample to a member; `complete` says that it was the last.
 
         Args:
-          group: The name given to `open_group`.
-          member: Index from 0.
           sample: A pytree of arrays for the surrogate, or a `Padded` one.
           tokens: Trained tokens, for the denominator "tokens" and the report.
-          policy_version: The version that sampled it.
         """
         entry, bucket = self._entry(
             group, member, sample, tokens, policy_version, "a sample"
@@ -198,11 +194,8 @@ class GradientStream(Stream):
         """All tokens of a member are final.
 
         Args:
-          group: The name given to `open_group`.
-          member: Index from 0.
           sample: The last or only sample, if `sample` has not added that before.
           tokens: Trained tokens of that sample.
-          policy_version: The version that sampled the member.
         """
         if sample is not None:
             self.sample(
@@ -222,8 +215,6 @@ class GradientStream(Stream):
         """The verdict on a member is in, before or after `complete`.
 
         Args:
-          group: The name given to `open_group`.
-          member: Index from 0.
           reward: What its advantage follows from.
           raw: The verdict before penalties and the like, by which `uniform_groups`
             goes; None where it is the same.

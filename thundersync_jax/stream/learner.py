@@ -183,7 +183,7 @@ class Learner:
                 shared.sums.fold(fold._replace(replicas=(0,)), table)
 
     def close_prompt(self, prompt: Prompt) -> list[tuple[int, Evaluated]]:
-        """Differentiates a prompt, of whose state all cotangents are in, or forgets it.
+        """Differentiates a prompt, all of its cotangents being in, or forgets it.
 
         Returns, per replica that it ran on, the index and what was evaluated.
         """
@@ -245,10 +245,7 @@ class Learner:
         self._sums.hold(call, unit, reward, weighted, additive)
 
     def _prompt(self, replica: int, group: Hashable) -> seg.SharedPrompt | None:
-        """The prompt of a group on a replica, which runs it at the first call.
-
-        None where its samples hold it.
-        """
+        """A group's prompt, run at the first call; None where its samples hold it."""
         if group not in self._prompts:
             return None
         if (group, replica) not in self._shared:

@@ -76,9 +76,7 @@ class Computed(NamedTuple):
     """One gradient call."""
 
     call: Call
-    streamed: tuple[
-        bool, ...
-    ]  # for each item, whether rewards of its unit were missing
+    streamed: tuple[bool, ...]  # by item, whether rewards of its unit were missing
     # The unit whose linear sums the gradient joined. None elsewhere: there it counts
     # with its own advantage alone.
     linear: Hashable | None
@@ -215,6 +213,7 @@ class Ledger:
             extras[diagnostic][name] = float(total) + 0.0  # -0 and 0 are one largest
         failed = {group for group, _ in self.failures}
         reasons = collections.Counter(self.failures.values())
+        padded = self.counts["computed"] / (self.counts["real"] or math.nan)
         return Report(
             kept_groups=len(self.advantages),
             dropped_groups=sum(v == "dropped" for v in self.lost.values()),
@@ -233,8 +232,7 @@ class Ledger:
             discarded=how["discarded"],
             skipped=self.counts["skipped"],
             calls=len(self.calls),
-            padded_over_real_tokens=self.counts["computed"]
-            / (self.counts["real"] or math.nan),
+            padded_over_real_tokens=padded,
             streamed_share=carrying[True] / (carrying.total() or math.nan),
             loss=_sum(losses) / denominator,
             metrics=extras[False],

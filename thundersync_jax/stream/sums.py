@@ -231,9 +231,10 @@ class ExactSums:
             if fold.reward is None:
                 self._batches[home] = _in_place(exact_sum.merge, batch, state)
             else:
-                self._batches[home] = _add_multiple(
-                    batch, state, np.float32(coefficient)
-                )
+                # Two programs: in one, XLA works every entry out again for each of its
+                # uses, in four times the time.
+                more = _value(state), np.float32(coefficient)
+                self._batches[home] = _in_place(_added_multiple, batch, *more)
         for replica, state in states.items():
             self._free[replica].append(state)
 
@@ -269,13 +270,6 @@ def _first(batch: Tree) -> Tree:
 
 def _in_place(function: Callable, state: Tree, *arguments: Any) -> Tree:
     return accumulator.compiled(function, state)(state, *arguments)
-
-
-def _add_multiple(batch: Tree, state: Tree, coefficient: Any) -> Tree:
-    # Two programs: in one, XLA works every entry out again for each of its uses, in
-    # four times the time.
-    value = _value(state)
-    return _in_place(_added_multiple, batch, value, coefficient)
 
 
 @jax.jit

@@ -103,8 +103,7 @@ class TurnStream(Stream):
         """Announces a group: the `members` trajectories of one prompt.
 
         Args:
-          group: Name of the group.
-          members: Number of trajectories, at least 1.
+          members: At least 1; other events name one by its index, from 0.
           prompt: What its turns continue, a sample or a `Padded` one; None where their
             first turns hold it.
         """
@@ -130,14 +129,11 @@ class TurnStream(Stream):
         """Adds a turn, and starts its gradient.
 
         Args:
-          group: The name given to `open_group`.
-          member: Index from 0.
           sample: What is new: the observation of the turn before (in a first turn, the
             prompt, where the group shares none) and then the action. A pytree for the
             surrogate, or a `Padded` one.
           tokens: Trained tokens. Where there are 0 the turn waits for the next one that
             has some; at the end of a trajectory it is never run.
-          policy_version: The version that sampled it.
         """
         entry, bucket = self._entry(
             group, member, sample, tokens, policy_version, "a turn"
@@ -161,11 +157,8 @@ class TurnStream(Stream):
         """All turns of a member are in: earlier turns can be replayed.
 
         Args:
-          group: The name given to `open_group`.
-          member: Index from 0.
           weight: What its gradient is multiplied by, known only now: one over its
             tokens, where a trajectory counts with the mean of its tokens.
-          policy_version: The version that sampled it.
         """
         self._check_alive()
         refusals.check_version(group, member, policy_version, self._version)

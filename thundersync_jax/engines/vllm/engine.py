@@ -230,8 +230,7 @@ class VLLMConnection:
     async def sample(self, request: Request) -> Response:
         """Waits for one turn, tried on other servers where one fails.
 
-        Raises:
-          ValueError: It does not fit, no weights were published, or every try failed.
+        ValueError where it does not fit, without weights, or where every try failed.
         """
         session = self._sessions.setdefault(request.session, _Session())
         prompt = np.concatenate([session.ids, np.asarray(request.new_ids, np.int32)])
@@ -265,11 +264,7 @@ class VLLMConnection:
         self._servers.release(session)
 
     def update(self, params: object, policy_version: int, limit_secs: float) -> None:
-        """Publishes; every call to a server has a deadline in place of `limit_secs`.
-
-        Raises:
-          ServerError: No server is left.
-        """
+        """Publishes; calls have deadlines of their own. ServerError: none is left."""
         by_address = {server.address: server for server in self._engine.servers}
         left = [member for member in self._servers.members if member.out is None]
         members = {by_address[member.address]: member for member in left}

@@ -39,9 +39,7 @@ class Probe(NamedTuple):
 
     ids: np.ndarray  # int32[M], tokens that it sampled behind the prompt
     logprobs: np.ndarray  # float32[M], those of `ids` at the probe's temperature
-    scores: (
-        np.ndarray
-    )  # float32[N - 1], log-probabilities of the prompt's, but the first
+    scores: np.ndarray  # float32[N - 1], of the prompt's tokens but the first
 
 
 @dataclasses.dataclass(eq=False)

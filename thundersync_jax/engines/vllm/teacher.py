@@ -87,8 +87,7 @@ class VLLMTeacherConnection:
     ) -> Scored:
         """As `Teacher` says, tried on other servers where one fails.
 
-        Raises:
-          ValueError: A token is none of the teacher's, or every try failed.
+        ValueError where a token is none of the teacher's, or every try failed.
         """
         tokens, positions = np.asarray(tokens, np.int32), np.asarray(positions)
         outside = tokens[(tokens < 0) | (tokens >= self._teacher.width)]

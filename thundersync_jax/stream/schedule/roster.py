@@ -118,11 +118,8 @@ class Group:
     @property
     def survivors(self) -> dict[int, Member]:
         """Settled members that did not fail, by index."""
-        return {
-            i: member
-            for i, member in enumerate(self.members)
-            if member.settled and not member.failed
-        }
+        settled = ((i, m) for i, m in enumerate(self.members) if m.settled)
+        return {i: member for i, member in settled if not member.failed}
 
 
 class Roster:
@@ -212,8 +209,7 @@ class Roster:
 
     def survivors(self, group: Hashable) -> dict[int, float | None]:
         """Settled members that did not fail, with their rewards, by index."""
-        survivors = self.groups[group].survivors
-        return {index: member.reward for index, member in survivors.items()}
+        return {i: m.reward for i, m in self.groups[group].survivors.items()}
 
     def outstanding(self) -> list[tuple[Hashable, int]]:
         """The members that are not settled."""
