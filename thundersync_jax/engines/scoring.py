@@ -154,12 +154,7 @@ class _Session(Session):
 
 
 class ScoringEngine(SlotEngine):
-    """Scores turns of many sessions, behind `engines.base.PassiveEngine`.
-
-    Attributes:
-      width: Ids over which distributions are normalised.
-      tokens_run: Real tokens that went through the model so far.
-    """
+    """Scores turns of many sessions, behind `engines.base.PassiveEngine`."""
 
     def __init__(
         self,
@@ -198,7 +193,7 @@ class ScoringEngine(SlotEngine):
         )
         _check(model, kind, top_k, width)
         self.width = width
-        self.tokens_run = 0
+        self.tokens_run = 0  # real ones that went through the model so far
         self._model = model
         self._readout = Readout(kind, top_k, width)
         self._temperature = np.float32(temperature)

@@ -33,16 +33,11 @@ class Model(Protocol):
 
     Letters: T tokens of a piece, V ids, D numbers per token before the logits, R rows
     that are sampled together.
-
-    Attributes:
-      vocab_size: V.
-      chunk_tokens: Tokens whose logits exist at a time.
-      token_axis: Axis of `Kept` arrays along which tokens lie.
     """
 
-    vocab_size: int
-    chunk_tokens: int
-    token_axis: int
+    vocab_size: int  # V
+    chunk_tokens: int  # whose logits exist at a time
+    token_axis: int  # of `Kept` arrays, along which tokens lie
 
     def init(self, key: jax.Array) -> Params:
         """Random parameters: float32, or float64 for a float64 model."""
@@ -107,9 +102,7 @@ class Model(Protocol):
 def build(config: ModelConfig, factory: ModelFactory | None = None) -> Model:
     """The model that a config describes.
 
-    Args:
-      config: The settings; `factory` names who makes the model, None is the decoder.
-      factory: Makes it in place of `config.factory`.
+    `factory` makes it in place of `config.factory`; None for both is the decoder.
 
     Raises:
       ConfigError: The factory cannot be loaded, or makes a model of other ids.
@@ -135,13 +128,12 @@ def logprobs(
 
         entry t = log pi(tokens[t] | tokens[:t]),  entry 0 = 0
 
+    The result is float32[T], float64 for float64 models.
+
     Args:
       tokens: int32[T]. What follows a position cannot change its entry, so padding
         belongs at the end.
       temperature: Logits are divided by it.
-
-    Returns:
-      float32[T] (float64 for float64 models).
     """
 
     def function(logits, targets):
@@ -161,9 +153,6 @@ def whole(
       tokens: int32[T]. What follows a position cannot change its entry, so padding
         belongs at the end.
       operands: Arrays [T, ...] that `function` reads beside the logits.
-
-    Returns:
-      What `function` returns, [T].
     """
     hidden, _ = model.segment(params, tokens)
     # The last row runs for nothing: T may be sharded, and T - 1 would not divide.

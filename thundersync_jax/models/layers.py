@@ -76,11 +76,8 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
         scale * x / sqrt(mean(x^2) + eps)
 
     Args:
-      x: float[..., D].
+      x: float[..., D]; the result has its shape and dtype.
       scale: float[D].
-
-    Returns:
-      float[..., D], the dtype of `x`.
 
     Source: arXiv 1910.07467.
     """
@@ -108,16 +105,13 @@ def attention(
     attention in half precision is cuDNN's on a GPU (`_cudnn_applies`).
 
     Args:
-      query: float[T, N, H].
+      query: float[T, N, H]; the result has its shape and dtype.
       keys: float[KV, S, H], N divisible by KV; query head n reads head n // (N / KV).
       values: float[KV, S, H].
       limits: int32[T], the last key that each query may read. None: the last T keys
         are the queries' own, and each reads up to its own.
       gap: Nobody reads the keys from the first number up to the second, that one not
         included. None: there is no gap. Every query must have a key left.
-
-    Returns:
-      float[T, N, H], the dtype of `query`.
     """
     tokens, slots = query.shape[0], keys.shape[1]
     if limits is None:
@@ -228,9 +222,6 @@ def swiglu(
       up: float[D, M].
       down: float[M, D].
 
-    Returns:
-      float[T, D].
-
     Source: arXiv 2002.05202.
     """
     hidden = jax.nn.silu(dot("td,dm->tm", x, gate, precision))
@@ -244,11 +235,8 @@ def rotate(config: ModelConfig, x: jax.Array, positions: jax.Array) -> jax.Array
         angle_ti = position_t * frequency_i;  cos and sin times the attention factor
 
     Args:
-      x: float[T, N, H], queries or keys.
+      x: float[T, N, H], queries or keys; the result has its shape and dtype.
       positions: int32[T].
-
-    Returns:
-      float[T, N, H], the dtype of `x`.
 
     Source: arXiv 2104.09864; the halves are paired as in Llama and Qwen.
     """

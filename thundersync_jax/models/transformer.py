@@ -227,11 +227,7 @@ def logical_axes(config: ModelConfig) -> Params:
 
 
 def compute_dtype(config: ModelConfig) -> jnp.dtype:
-    """The dtype of products and activations.
-
-    Raises:
-      ValueError: float64 where jax computes in 32 bits.
-    """
+    """That of products and activations; ValueError: float64 where jax has 32 bits."""
     if config.dtype == "float64" and not jax.config.jax_enable_x64:
         raise ValueError(
             "model.dtype=float64 but jax computes in 32 bits; set JAX_ENABLE_X64=1 "

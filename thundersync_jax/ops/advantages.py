@@ -88,11 +88,7 @@ class Estimator:
         return dict(zip(distinct.tolist(), values[first].tolist(), strict=True))
 
     def advantages(self, rewards: Sequence[float]) -> np.ndarray:
-        """Returns float64[N], the advantage of every member, in the order given.
-
-        Args:
-          rewards: Finite numbers [N].
-        """
+        """Returns float64[N], the advantage of every member, in the order given."""
         table = self.table(rewards)
         return np.array([table[float(r)] for r in rewards], np.float64)
 
@@ -170,12 +166,7 @@ def leave_one_out_std(ddof: int = 1, eps: float = 1e-6) -> Estimator:
     all equal, or no more than `ddof`. It has no bound: where the others differ little,
     A_i is large. Not affine, as each distinct reward is left out of other moments.
 
-    Args:
-      ddof: 0 for the population, 1 for the sample standard deviation.
-      eps: Added to the standard deviation, in units of the reward.
-
-    Raises:
-      ValueError: `ddof` is not 0 or 1, or `eps` is negative or not finite.
+    `ddof` and `eps` are those of `mean_std`, which refuses the same.
 
     Source: the mean is that of RLOO, Ahmadian et al. 2024 (arXiv 2402.14740).
     Differs: the division, which makes scores of prompts of unequal spread comparable.
@@ -202,12 +193,7 @@ def batch_mean_std(ddof: int = 0, eps: float = 1e-6) -> Estimator:
     A_i = (r_i - mean(r)) / (std(r) + eps), and 0 where std(r) = 0, with the moments of
     the rewards of all kept groups of a step.
 
-    Args:
-      ddof: 0 for the population, 1 for the sample standard deviation.
-      eps: Added to the standard deviation, in units of the reward.
-
-    Raises:
-      ValueError: `ddof` is not 0 or 1, or `eps` is negative or not finite.
+    `ddof` and `eps` are those of `mean_std`, which refuses the same.
 
     Source: REINFORCE++, Hu et al. 2025 (arXiv 2501.03262), its global normalisation.
     Differs: rewards of whole trajectories, without a KL per token inside.
@@ -291,9 +277,6 @@ def length_penalty(
       free_tokens: Up to here nothing is lost.
       limit_tokens: From here on all of `penalty` is.
       penalty: In units of the reward, >= 0.
-
-    Returns:
-      A number to be subtracted from the reward.
 
     Raises:
       ValueError: The limit is not above the free tokens, the free tokens are negative,

@@ -49,7 +49,7 @@ def sampled_reverse_kl(
 
 
 def reverse_kl(logprob_v: jax.Array, teacher_logprob_v: jax.Array) -> jax.Array:
-    """KL divergence from student to teacher: seeks a mode of the teacher.
+    """KL divergence, in nats, from student to teacher: seeks a mode of the teacher.
 
         KL(p || q) = sum_v p[v] (log p[v] - log q[v])
 
@@ -59,16 +59,13 @@ def reverse_kl(logprob_v: jax.Array, teacher_logprob_v: jax.Array) -> jax.Array:
       teacher_logprob_v: float[V], log q over the same V outcomes; detached. -inf where
         p > 0 makes the divergence infinite.
 
-    Returns:
-      Scalar, in nats.
-
     Source: MiniLLM (arXiv 2306.08543).
     """
     return _kl(logprob_v, _teacher(teacher_logprob_v, logprob_v))
 
 
 def forward_kl(logprob_v: jax.Array, teacher_logprob_v: jax.Array) -> jax.Array:
-    """KL divergence from teacher to student: covers what the teacher does.
+    """KL divergence, in nats, from teacher to student: covers what the teacher does.
 
         KL(q || p) = sum_v q[v] (log q[v] - log p[v])
 
@@ -77,9 +74,6 @@ def forward_kl(logprob_v: jax.Array, teacher_logprob_v: jax.Array) -> jax.Array:
         infinite.
       teacher_logprob_v: float[V], log q over the same V outcomes; detached. An entry
         whose probability is 0 or underflows to it adds nothing.
-
-    Returns:
-      Scalar, in nats.
 
     Source: Hinton et al. 2015 (arXiv 1503.02531); on the student's own tokens GKD
       (arXiv 2306.13649).
@@ -127,12 +121,9 @@ def logprobs(
     compared over the ids that both have.
 
     Args:
-      logits_v: float[V], float32 or better.
+      logits_v: float[V], float32 or better; the result, float[width], has its dtype.
       width: Ids that count, at most V.
       temperature: Scalar; 0, greedy decoding, counts as 1.
-
-    Returns:
-      float[width], the dtype of `logits_v`.
 
     Raises:
       ValueError: A width that the logits do not have.

@@ -37,12 +37,9 @@ def target_logprobs(
     it would hold two more arrays of the logits' size.
 
     Args:
-      logits: float[..., V], float32 or better.
+      logits: float[..., V], float32 or better; the result, float[...], has its dtype.
       targets: int32[...].
       temperature: Scalar; not differentiated.
-
-    Returns:
-      float[...], the dtype of `logits`.
     """
     return _forward(logits, targets, temperature)[0]
 
@@ -91,9 +88,6 @@ def chunked(
       project: float[C, D] -> float[C, V], float32 or better; differentiated through
         what it closes over.
       chunk_tokens: Largest number of tokens whose logits exist at a time.
-
-    Returns:
-      Pytree of float[T].
     """
     tokens = len(hidden_t)
     chunks = -(-tokens // chunk_tokens)

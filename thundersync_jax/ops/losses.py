@@ -64,7 +64,7 @@ def token_weights(
 
 
 def policy_gradient(logprob_t: jax.Array, weight_t: jax.Array) -> jax.Array:
-    """Surrogate whose gradient is one sample's score gradient.
+    """Scalar, to be multiplied by the advantage, with the score gradient of a sample.
 
         weighted = - sum_t w_t log pi(a_t | h_t)
 
@@ -72,9 +72,6 @@ def policy_gradient(logprob_t: jax.Array, weight_t: jax.Array) -> jax.Array:
       logprob_t: float[T], log-probabilities of the tokens under the parameters.
       weight_t: float[T], 0 at positions that are not trained. Constants: a factor such
         as an advantage or an importance weight is detached before it comes here.
-
-    Returns:
-      Scalar, to be multiplied by the advantage.
     """
     return -weighted_sum(logprob_t, weight_t)
 
@@ -227,9 +224,6 @@ def select(counts_t: jax.Array, x_t: jax.Array) -> jax.Array:
     Args:
       counts_t: bool[T].
       x_t: float[T, ...].
-
-    Returns:
-      float[T, ...].
     """
     counts_t = counts_t.reshape(counts_t.shape + (1,) * (x_t.ndim - counts_t.ndim))
     return jnp.where(counts_t, x_t, jnp.zeros_like(x_t))
@@ -241,12 +235,9 @@ def weighted_sum(x_t: jax.Array, weight_t: jax.Array) -> jax.Array:
         sum_t w_t x_t
 
     Args:
-      x_t: float[T].
+      x_t: float[T]; the sum has its dtype.
       weight_t: float[T], 0 at positions that are not trained or not scored; what stands
         there adds nothing.
-
-    Returns:
-      Scalar, the dtype of `x_t`.
     """
     return jnp.sum(select(weight_t != 0, x_t) * weight_t.astype(x_t.dtype))
 

@@ -23,17 +23,11 @@ _FRESH = itertools.count()
 
 @dataclasses.dataclass(frozen=True)
 class Padded:
-    """A sample and what padding did to it; `GradientStream` takes it for the sample.
+    """A sample and what padding did to it; `GradientStream` takes it for the sample."""
 
-    Attributes:
-      tree: Arrays of the bucket's length.
-      real_tokens: Length before padding.
-      padded_tokens: Length after it.
-    """
-
-    tree: Any
-    real_tokens: int
-    padded_tokens: int
+    tree: Any  # arrays of the bucket's length
+    real_tokens: int  # length before padding
+    padded_tokens: int  # length after it
 
     @classmethod
     def of(cls, sample: Any) -> "Padded":

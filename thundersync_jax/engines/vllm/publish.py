@@ -47,10 +47,6 @@ class Publisher:
     """Brings parameters to servers, and makes sure that they arrived.
 
     Raises ConfigError where the servers' folder holds another model, or none.
-
-    Attributes:
-      difference: Nats, the last probe's largest difference of any server's
-        log-probabilities from the learner's.
     """
 
     settings: VLLMConfig  # folder and dtype of the servers, and the tolerance
@@ -65,6 +61,7 @@ class Publisher:
         self._served = _served(self._folder, self.model)
         self._run = uuid.uuid4().hex[:8]  # another trainer's weights have other names
         self._count = 0
+        # Nats: the last probe's largest, of any server's numbers from the learner's.
         self.difference = float("nan")
         prompt = max(1, min(_PROMPT_TOKENS, self.context_tokens - _SAMPLED_TOKENS))
         ids = np.random.default_rng(0).integers(0, vocab_size, prompt)

@@ -38,13 +38,7 @@ class Member:
 
 @dataclasses.dataclass(eq=False)
 class Servers:
-    """Asks for the sessions of one event loop.
-
-    Attributes:
-      members: All servers, in the order of their addresses in the config.
-      weight_version: The weights that answers have to come from; None: any.
-      retries: Tries so far that followed one that failed.
-    """
+    """Asks for the sessions of one event loop."""
 
     models: dataclasses.InitVar[Mapping[str, str]]  # name of the served one, by address
     _: dataclasses.KW_ONLY
@@ -57,9 +51,9 @@ class Servers:
     on_line: Callable[[str], None]  # a line about every server that is taken out
 
     def __post_init__(self, models: Mapping[str, str], loop: asyncio.AbstractEventLoop):
-        self.members = [Member(*pair) for pair in models.items()]
-        self.weight_version: str | None = None
-        self.retries = 0
+        self.members = [Member(*pair) for pair in models.items()]  # in the given order
+        self.weight_version: str | None = None  # that answers come from; None: any
+        self.retries = 0  # tries so far that followed one that failed
         self._places: dict[Hashable, Member] = {}
         self._client = wire.async_client()
         self._closed = threading.Event()

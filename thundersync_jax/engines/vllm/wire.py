@@ -225,9 +225,7 @@ def best_ids(
 
     A table of `read_scores` holds one entry more than the request's `top_k` where the
     token that stands there is none of the likeliest. Ids from `width` on are padding.
-
-    Raises:
-      WrongAnswer: The table has too few of them.
+    WrongAnswer where too few of them are left.
     """
     entries = [
         (-_logprob(entry, "logprob", excluded=True), int(name))
