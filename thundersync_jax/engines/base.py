@@ -116,8 +116,7 @@ class Connection(Protocol):
     async def sample(self, request: Request) -> Response:
         """Waits for one turn. A session has one at a time.
 
-        Raises:
-          ValueError: It was refused, or has failed; so has the trajectory.
+        ValueError where it was refused, or has failed; so has the trajectory.
         """
 
     def release(self, session: Hashable) -> None:
@@ -126,8 +125,7 @@ class Connection(Protocol):
     def update(self, params: object, policy_version: int, limit_secs: float) -> None:
         """Takes new parameters; from the pool's caller, with all sessions released.
 
-        Raises:
-          RuntimeError: It did not end in time, where the engine has no own deadline.
+        RuntimeError where it did not end in time and the engine has no own deadline.
         """
 
     def close(self, timeout_secs: float) -> bool:

@@ -218,8 +218,7 @@ def swiglu(
 
     Args:
       x: float[T, D].
-      gate: float[D, M].
-      up: float[D, M].
+      gate, up: float[D, M].
       down: float[M, D].
 
     Source: arXiv 2002.05202.

@@ -39,7 +39,6 @@ class Estimator:
     """One function of rewards, and what it declares about itself.
 
     Attributes:
-      name: Shown in reports and errors.
       function: Rewards float64[N] of one scope, N >= 1, to advantages float64[N]. It
         may depend on a member's own reward and on the set of all rewards, nothing else.
       scope: "group", "batch" or "member", of which it is given the rewards.
@@ -50,7 +49,7 @@ class Estimator:
       ValueError: On one of some small lists of rewards it does not do as declared.
     """
 
-    name: str
+    name: str  # shown in reports and errors
     function: Callable[[np.ndarray], np.ndarray]
     scope: Scope = "group"
     affine: bool = False
@@ -336,11 +335,9 @@ class PromptBaseline:
         self._prompts: dict[str, Track] = {}
 
     def value(self, key: str) -> float:
-        """The baseline of a prompt.
+        """The baseline of a prompt, by its name.
 
-        Args:
-          key: Names the prompt. One that is new takes the running mean over all
-            prompts, and the prior before any step.
+        A new one takes the running mean over all, and the prior before any step.
         """
         track = self._prompts.get(key, self._all)
         return track.value if track.weight else self.prior

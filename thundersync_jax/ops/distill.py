@@ -122,11 +122,8 @@ def logprobs(
 
     Args:
       logits_v: float[V], float32 or better; the result, float[width], has its dtype.
-      width: Ids that count, at most V.
+      width: Ids that count, at most V; more are a ValueError.
       temperature: Scalar; 0, greedy decoding, counts as 1.
-
-    Raises:
-      ValueError: A width that the logits do not have.
     """
     return jax.nn.log_softmax(_scaled(logits_v, width, temperature))
 

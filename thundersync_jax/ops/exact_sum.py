@@ -43,10 +43,7 @@ class ExactSum(NamedTuple):
 
 
 def init(tree: Tree) -> ExactSum:
-    """The sum of nothing, lying where the leaves lie.
-
-    Args:
-      tree: Arrays with the shapes of the addends, of at most 32 bits per float.
+    """The sum of nothing, lying where the leaves of `tree`, shaped as addends, lie.
 
     Raises:
       ValueError: A leaf is not a float of at most 32 bits.
@@ -114,11 +111,10 @@ def merge_stacked(stack: ExactSum) -> ExactSum:
 
 
 def value(state: ExactSum) -> Tree:
-    """The sum, rounded once to float32.
+    """The sum, rounded once to a tree of float32.
 
-    Returns:
-      A tree of float32. Under jit, where nothing can be raised, rows that received an
-      addend that was not finite are NaN, and everything is after too many addends.
+    Under jit, where nothing can be raised, rows that received an addend that was not
+    finite are NaN, and everything is after too many addends.
 
     Raises:
       ValueError: Outside jit, what `check` raises.

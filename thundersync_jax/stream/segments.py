@@ -174,11 +174,9 @@ def replay(
 ) -> Turn:
     """Pushes what later segments, all replayed already, pulled through an earlier one.
 
-    Args:
-      state: `kept` of the closed trajectory, and `last` before the segment.
-      pulled: Cotangents of `kept`.
-      of_last: Cotangent of `last` after the segment.
-      of_last_before: Cotangent of `last` before it, from its own `additive`.
+    `state` is `kept` of the closed trajectory and `last` before the segment, `pulled`
+    and `of_last` are cotangents of `kept` and of `last` after the segment;
+    `of_last_before` of that before it, from its own `additive`.
     """
     start = sample["start"]
 
