@@ -93,7 +93,6 @@ class InProcessEngine(SlotEngine):
 
     @property
     def busy(self) -> bool:
-        """Whether `step` has anything to do."""
         return bool(self._decoding) or super().busy
 
     def update(
@@ -123,7 +122,6 @@ class InProcessEngine(SlotEngine):
         return jax.device_put(np.asarray(x) if on_cpu else x, self._place)
 
     def release(self, session: Hashable) -> None:
-        """Ends a session, wherever it stands; unknown sessions are ignored."""
         held = self._sessions.get(session)
         if held is not None and held.slot is not None:
             self._decoding.pop(held.slot, None)
@@ -322,7 +320,6 @@ class EngineGroup:
 
     @property
     def busy(self) -> bool:
-        """Whether `step` has anything to do."""
         return any(engine.busy for engine in self._engines)
 
     def update(self, params: Params, policy_version: int) -> None:
@@ -343,7 +340,6 @@ class EngineGroup:
             self._sessions[place] += 1
 
     def release(self, session: Hashable) -> None:
-        """Ends a session, wherever it stands; unknown sessions are ignored."""
         place = self._places.pop(session, None)
         if place is not None:
             self._sessions[place] -= 1

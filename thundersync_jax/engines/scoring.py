@@ -170,7 +170,7 @@ class ScoringEngine(SlotEngine):
         buckets: Sequence[int],
         device_or_sharding: Any = None,
     ):
-        """Places a copy of the parameters and room for the sessions.
+        """Places a copy, and room for sessions; ConfigError: sizes that cannot be.
 
         Args:
           params: Parameters of the teacher; copied, and never changed.
@@ -184,9 +184,6 @@ class ScoringEngine(SlotEngine):
           buckets: Ascending lengths to which pieces are padded; what is longer than the
             last goes in pieces of it.
           device_or_sharding: Where the teacher lives; None is jax's default device.
-
-        Raises:
-          ConfigError: Sizes that cannot be.
         """
         super().__init__(
             _Session, sessions, context_tokens, buckets, device_or_sharding

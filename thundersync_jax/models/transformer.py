@@ -120,15 +120,12 @@ class Transformer:
 
     @property
     def chunk_tokens(self) -> int:
-        """Tokens whose logits exist at a time."""
         return self.config.logprob_chunk_tokens
 
     def init(self, key: jax.Array) -> Params:
-        """`init` of the config."""
         return init(self.config, key)
 
     def axes(self) -> Params:
-        """`logical_axes` of the config."""
         return logical_axes(self.config)
 
     def empty(self, slots: int) -> tuple[KeyValues, jax.Array]:
@@ -145,15 +142,12 @@ class Transformer:
         kept: KeyValues | None = None,
         start: jax.Array | None = None,
     ) -> tuple[jax.Array, KeyValues]:
-        """`segment` of the config."""
         return segment(self.config, params, tokens, kept, start)
 
     def projection(self, params: Params) -> Callable[[jax.Array], jax.Array]:
-        """`projection` of the config."""
         return projection(self.config, params)
 
     def cast(self, params: Params) -> Params:
-        """`cast` of the config."""
         return cast(self.config, params)
 
     def decode_params(self, params: Params) -> Params:

@@ -138,9 +138,7 @@ def check(
     """Asks every server what it serves, and for its development mode where needed.
 
     `context_tokens` is the longest sequence of a request, its answer included.
-
-    Raises:
-      ConfigError: A server does not answer, or cannot do what is needed.
+    ConfigError where a server does not answer, or cannot do what is needed.
     """
     models = {}
     for server in servers:
