@@ -2,10 +2,11 @@
 
     python -m thundersync_jax.train --config=configs/quickstart_opd.py --workdir=DIR
 
-The tasks of quickstart.py, and the student of its size after a warm start. The student
-acts, the teacher scores every token of it while the tool call behind it runs, and the
-reverse KL between them is all there is in the loss: rewards are measured, not used. The
-teacher is four times as large, with a longer warm start; the first run makes it, once:
+The tasks of quickstart.py:compact, and the student of its size after a warm start. The
+student acts, the teacher scores every token of it while the tool call behind it runs,
+and the reverse KL between them is all there is in the loss: rewards are measured, not
+used. The teacher is four times as large, with a longer warm start; the first run makes
+it, once:
 
     python -m thundersync_jax.train --config=configs/quickstart_opd.py:teacher \
         --workdir=runs/opd_teacher
