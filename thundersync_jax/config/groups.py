@@ -39,7 +39,7 @@ Thinking = Literal["default", "on", "off"]
 PublishedDtype = Literal["float32", "bfloat16"]
 
 MOST_STOP_IDS = 8  # what a turn may name in engines/generation.py
-_MIN_SLOTS = 4  # smaller decode batches compile to other programs: other sampled ids
+LEAST_SLOTS = 4  # of a device: smaller batches are other programs, with other ids
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,10 +85,10 @@ class RolloutConfig:
         if self.replacement_groups is not None:
             positive(self, "rollout.", ["replacement_groups"])
         require(
-            self.slots >= _MIN_SLOTS,
+            self.slots >= LEAST_SLOTS,
             f"rollout.slots is {self.slots}",
-            f"at least {_MIN_SLOTS}: smaller batches sample other ids",
-            f"Set rollout.slots to {_MIN_SLOTS}.",
+            f"at least {LEAST_SLOTS}: smaller batches sample other ids",
+            f"Set rollout.slots to {LEAST_SLOTS}.",
         )
         require(
             self.turn_tokens < self.context_tokens,

@@ -11,6 +11,7 @@ from dataclasses import field
 
 from thundersync_jax.config.checks import at_least_zero, positive, require
 from thundersync_jax.config.groups import (
+    LEAST_SLOTS,
     Accumulator,
     ChatConfig,
     CheckpointConfig,
@@ -35,7 +36,6 @@ from thundersync_jax.stream import refusals
 from thundersync_jax.types import MOST_ADDENDS
 
 _MOST_STEPS = 2**31
-_LEAST_SLOTS = 4  # of a device: smaller batches sample other ids
 # Members of a group that an estimator needs to tell one reward from another.
 _LEAST_MEMBERS = {
     "batch_mean_std": 1,
@@ -268,10 +268,10 @@ def _check_remote_teacher(config: Config) -> None:
 def _check_samplers(config: Config) -> None:
     devices, slots = config.mesh.sampler_devices, config.rollout.slots
     require(
-        devices == 1 or (slots % devices == 0 and slots // devices >= _LEAST_SLOTS),
+        devices == 1 or (slots % devices == 0 and slots // devices >= LEAST_SLOTS),
         f"mesh.sampler_devices is {devices} with rollout.slots {slots}",
-        f"a divisor of the slots that leaves each at least {_LEAST_SLOTS}",
-        f"Set rollout.slots to {devices * max(_LEAST_SLOTS, slots // devices)}.",
+        f"a divisor of the slots that leaves each at least {LEAST_SLOTS}",
+        f"Set rollout.slots to {devices * max(LEAST_SLOTS, slots // devices)}.",
     )
     temperature = config.rollout.temperature
     require(
