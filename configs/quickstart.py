@@ -77,20 +77,20 @@ def get_config(variant: str | None = None) -> Config:
     options = dataclasses.replace(compact.env.options, prompt="question")
     return dataclasses.replace(
         compact,
-        steps=120,
+        steps=110,
         model=ModelConfig(width=128, mlp_width=384, heads=8, kv_heads=8),
         optim=OptimConfig(
             learning_rate=3e-4,
             warmup_steps=10,
             clip_norm=0.5,
             schedule="cosine",
-            decay_steps=120,
+            decay_steps=110,
             floor=0.1,
         ),
         rollout=rollout,
         env=EnvConfig(
             options=options,
-            tool_latency=LatencyConfig("lognormal", median_secs=0.045, sigma=1.0),
-            verify_latency=LatencyConfig("lognormal", median_secs=0.035, sigma=1.0),
+            tool_latency=LatencyConfig("lognormal", median_secs=0.04, sigma=1.0),
+            verify_latency=LatencyConfig("lognormal", median_secs=0.03, sigma=1.0),
         ),
     )

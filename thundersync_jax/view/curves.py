@@ -4,6 +4,7 @@ Drawn with matplotlib as those of module `pictures`.
 """
 
 import itertools
+import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _PREDICTED = {"batch": FAINT, "group": "#b9bfc5"}  # colours by release rule
+_LABEL_SHARE = 0.055  # of the axis, between two labels
 
 
 class SuccessPoint(NamedTuple):
@@ -81,7 +83,9 @@ def draw_saved(
     unit = pictures.unit_of(longest)
     figure = pictures.new_figure(7.2, 4.0)
     axis = figure.subplots()
-    for release, total in totals.items():
+    height = -math.inf  # of the last label, in seconds
+    for release, total in sorted(totals.items(), key=lambda item: item[1][-1]):
+        height = max(total[-1], height + _LABEL_SHARE * longest)
         own = release == measured
         color = pictures.STREAMED if own else _PREDICTED.get(release, FAINT)
         shown = [value / unit.secs for value in total]
@@ -89,7 +93,7 @@ def draw_saved(
         text = f"{release} {unit.text(total[-1])}"
         if not own:
             text += f", {total[-1] / totals[measured][-1]:.2f}x"
-        place = (len(total) - 1, shown[-1])
+        place = (len(total) - 1, height / unit.secs)
         axis.annotate(text, place, (6, 0), textcoords="offset points", va="center")
     low, high = (
         [value / unit.secs for value in totals[release]]
