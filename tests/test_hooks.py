@@ -19,10 +19,14 @@ import optax
 import pytest
 
 from thundersync_jax import train
+from thundersync_jax.config import OptimConfig
+from thundersync_jax.errors import ConfigError
 from thundersync_jax.metrics.records import read_rollouts, rollouts_path
 from thundersync_jax.metrics.writer import read
 from thundersync_jax.models import transformer
 from thundersync_jax.run.checkpoint import Checkpoints
+from thundersync_jax.run.state import make_optimizer
+from thundersync_jax.types import MOST_ADDENDS
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 
@@ -280,3 +284,27 @@ def test_the_own_loop_trains(tmp_path, monkeypatch):
     )
     norms = own_loop.train(config, tmp_path, **hooks)
     assert len(norms) == STEPS and all(np.isfinite(norms))
+
+
+def test_an_own_loss_with_an_additive_part_counts_among_the_addends(tmp_path):
+    most = MOST_ADDENDS // CONFIG.rollout.group_size
+    exact = {"accumulator": "exact", "rollout.groups_per_step": most}
+    with pytest.raises(ConfigError, match="has a part without advantage, expected"):
+        trained(tmp_path, **exact | {"loss.surrogate": "own_losses:with_entropy"})
+
+
+@pytest.mark.parametrize(
+    ("source", "given"),
+    [
+        ("the argument optimizer", lambda config, schedule: 3),
+        ("optim.factory 'test_hooks:no_optimizer'", None),
+    ],
+)
+def test_what_is_no_optimizer_is_refused_by_its_name(source, given):
+    factory = None if given else "test_hooks:no_optimizer"
+    with pytest.raises(ConfigError, match=f"{source} gives 3; expected an optax"):
+        make_optimizer(OptimConfig(factory=factory), given)
+
+
+def no_optimizer(optim, schedule):
+    return 3

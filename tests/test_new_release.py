@@ -24,7 +24,8 @@ CHANGES = {
             self._offer(unit)
         return None""",
         """        half = 2 * group.unsettled <= len(group.members)
-        if self._rules.release == "trajectory" or self._rules.release == "half" and half:
+        release = self._rules.release
+        if release == "trajectory" or release == "half" and half:
             self._offer(unit)
         return None""",
     ),

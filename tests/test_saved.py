@@ -46,7 +46,9 @@ def step(advantages, calls=None, verdicts=VERDICTS, last=110.0):
 
 
 def predicted(done, end=112.5, config=CONFIG, later=None):
-    row = (later or LaterReleases(config, True)).step(done, end)
+    row = (later or LaterReleases(config, True, config.loss.has_additive)).step(
+        done, end
+    )
     return row.get("predicted_batch_secs"), row.get("predicted_group_secs")
 
 
@@ -77,7 +79,7 @@ def test_other_rules_compute_as_fast_as_beside_no_rollouts():
     places = list(VERDICTS)
     calls = [ran(102.0, 104.0, places[0]), ran(104.0, 106.0, places[1])]
     calls += [ran(111.0, 112.0, *places[2:], rows=2, place=None)]
-    later = LaterReleases(CONFIG, True)
+    later = LaterReleases(CONFIG, True, False)
     row = later.step(step(MIXED, calls), 112.5)
     assert row["predicted_batch_secs"] == pytest.approx(10 + 4 * 0.5 + 0.5)
     assert row["predicted_group_secs"] == pytest.approx(10 + 2 * 0.5 + 0.5)
@@ -109,7 +111,7 @@ def test_replicas_share_the_work():
 )
 def test_only_rules_that_release_later_are_predicted(changes, names):
     config = replace(CONFIG, changes)
-    assert LaterReleases(config, True).step(step(MIXED), 112.5).keys() == names
+    assert LaterReleases(config, True, False).step(step(MIXED), 112.5).keys() == names
 
 
 def test_totals_are_over_the_steps_that_have_predictions():

@@ -147,7 +147,7 @@ class _Loop:
         run.publish(now.params, version)
         compile_all(run, now.params, version)
         self._update.compile(now)
-        self._later = steps.LaterReleases(run.config, run.judged)
+        self._later = steps.LaterReleases(run.config, run.judged, run.additive)
         self._later.measure(run, now.params, version)
         # A full collection walks all that compiling left behind: 0.3 s in which every
         # thread stands still. Nothing of it will be freed.

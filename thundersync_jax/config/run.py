@@ -122,7 +122,7 @@ def _check(config: Config) -> None:
     _check_teacher(config)
     _check_turns(config)
     _check_prompts(config)
-    _check_exact(config)
+    check_addends(config, config.loss.has_additive)
     check_tokens(config.model, config.chat, config.rollout, config.warm_start)
     check_sharding(config.model, config.mesh, config.rollout)
 
@@ -324,17 +324,21 @@ def _check_prompts(config: Config) -> None:
     )
 
 
-def _check_exact(config: Config) -> None:
+def check_addends(config: Config, additive: bool) -> None:
+    """Refuses more addends of an exact sum than it holds.
+
+    `additive` is whether the loss has a part that no advantage multiplies, which is
+    summed on its own.
+    """
     if config.accumulator != "exact":
         return
     rollout = config.rollout
     # A lost group is replaced by one other: a step sums no more than it asked for.
     addends = rollout.groups_per_step * rollout.group_size
-    remark = " twice, for the loss has a part without advantage"
-    twice = config.loss.has_additive
+    twice = " twice, for the loss has a part without advantage" if additive else ""
     require(
-        addends * (1 + twice) <= MOST_ADDENDS,
-        f"accumulator is 'exact' with {addends} trajectories per step{remark * twice}",
+        addends * (1 + additive) <= MOST_ADDENDS,
+        f"accumulator is 'exact' with {addends} trajectories per step{twice}",
         f"at most {MOST_ADDENDS} addends, which is what 32-bit integers hold",
         "Lower rollout.groups_per_step, or set accumulator to 'plain'.",
     )

@@ -174,7 +174,7 @@ def closing_comparison(run: Run, display: Display, params: Tree, version: int) -
     display.table(_CLOSING_COLUMNS, rows, title)
     for note in _CLOSING_NOTES:
         display.line(note)
-    if not run.config.loss.has_additive:
+    if not run.additive:
         groups = {group for group, _ in batch.advantages}
         moving = {group for (group, _), a in batch.advantages.items() if a != 0}
         display.line(

@@ -203,12 +203,12 @@ class LaterReleases:
     call, whichever is faster. So a prediction is the best that the rule could reach.
     """
 
-    def __init__(self, config: Config, judged: bool):
+    def __init__(self, config: Config, judged: bool, additive: bool):
         own = config.releases.index(config.release)
         # Release "turn" computes pieces, which tell nothing of whole trajectories.
         self._releases = () if config.release == "turn" else config.releases[:own]
         self._judged = judged
-        self._additive = config.loss.has_additive
+        self._additive = additive
         self._replicas = config.mesh.replica
         self._idle = IdleWork()
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from thundersync_jax.config import Config, LatencyConfig
-from thundersync_jax.config.run import check_family
+from thundersync_jax.config.run import check_addends, check_family
 from thundersync_jax.config.workdir import check_claim, claim, locked, resumed
 from thundersync_jax.engines import in_process
 from thundersync_jax.engines.in_process import EngineGroup, InProcessEngine
@@ -48,6 +48,7 @@ class Run:
       tasks: The tasks that fit the context.
       chat: How text becomes token ids.
       model: The policy as functions of its parameters.
+      additive: Whether the loss has a part that no advantage multiplies.
       latency_scale: What medians of lognormal latencies are multiplied by; a benchmark
         sets it.
       baselines: Mean rewards of training tasks, by index, for "tracked_baseline".
@@ -105,6 +106,8 @@ class Run:
             self.estimator = objective.estimator(config.loss, estimator)
             self.baselines = objective.baselines(config.loss)
             self._term = policy_term.load(config.loss, surrogate)
+            self.additive = config.loss.has_additive or self._term.additive
+            check_addends(config, self.additive)
             remote = self._connected()
             self.teacher = teaching.load(config, self.chat.vocabulary(), self.on_line)
             width = teaching.width(config, self.teacher)
@@ -116,9 +119,8 @@ class Run:
                 config, self.model, self.placement.mesh
             )
             self._params = params = self._make_params()
-            additive = config.loss.has_additive or self._term.additive
             memory = placement.plan(
-                config, self.model, self.estimator, params, additive
+                config, self.model, self.estimator, params, self.additive
             )
             self.open_groups = memory.open_groups
             if owner:  # nothing refuses the config any more

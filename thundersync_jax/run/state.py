@@ -42,7 +42,9 @@ def make_optimizer(
       ConfigError: What is named or given is no optax transformation.
     """
     schedule = functools.partial(learning_rate, config)
+    source = "the argument optimizer"
     if own is None and config.factory is not None:
+        source = f"optim.factory {config.factory!r}"
         own = dotted.load("optim.factory", config.factory, ["optim", "schedule"])
     if isinstance(own, Optimizer):
         optimizer = own
@@ -50,8 +52,8 @@ def make_optimizer(
         optimizer = own(config, schedule)
         if not isinstance(optimizer, Optimizer):
             raise ConfigError(
-                f"optim.factory is {config.factory!r}, which gives {optimizer!r:.60}; "
-                "expected an optax.GradientTransformation. Return it."
+                f"{source} gives {optimizer!r:.60}; expected an "
+                "optax.GradientTransformation. Return it."
             )
     else:
         # `optax.adamw` has this state too, but with a mask for the decay another one.
