@@ -7,6 +7,8 @@ import shutil
 import sys
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from thundersync_jax import flags
 from thundersync_jax.config import Config, model_folder
@@ -281,6 +283,14 @@ REFUSED = [
     (QWEN3, {"num_key_value_heads": ...}, "num_key_value_heads none"),
     (QWEN3, {"num_attention_heads": 0}, "model.heads is 0"),
     (QWEN3, {"tie_word_embeddings": "yes"}, "tie_word_embeddings 'yes'"),
+    (QWEN3, {"layer_types": 5}, "layer_types 5, expected a list"),
+    (QWEN2, {"rope_scaling": {"rope_type": [1]}}, "rope_scaling of type [1], expected"),
+    (QWEN2, {"rope_theta": 10**400}, "expected a number"),
+    (
+        QWEN2,
+        {"rope_scaling": YARN | {"factor": math.e, "mscale": 1, "mscale_all_dim": -10}},
+        "mscale_all_dim -10, expected a number above 0",
+    ),
 ]
 
 
@@ -295,6 +305,39 @@ def test_what_is_not_computed_is_refused_by_name(values, changes, text, tmp_path
     assert line.startswith((str(tmp_path), "model.heads"))
 
 
+NUMBERS = st.integers(-3, 3) | st.integers() | st.just(10**400) | st.floats()
+VALUES = st.recursive(
+    st.none() | st.booleans() | NUMBERS | st.text(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=2)
+        | st.dictionaries(
+            st.sampled_from(
+                [*YARN, "rope_type", "rope_theta", "mscale", "mscale_all_dim"]
+            ),
+            inner | st.sampled_from(["yarn", "linear", "llama3", "default"]),
+        )
+    ),
+    max_leaves=6,
+)
+KEYS = sorted({*QWEN3, *QWEN2, *LLAMA, "layer_types", "rope_parameters"})
+
+
+@settings(
+    max_examples=1_000, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    values=st.sampled_from([QWEN3, QWEN2, LLAMA]),
+    changes=st.dictionaries(st.sampled_from(KEYS), VALUES, min_size=1, max_size=2),
+)
+def test_whatever_a_config_json_holds_is_read_or_refused_in_one_line(
+    values, changes, tmp_path
+):
+    try:
+        files.longest_context(read(tmp_path, values, **changes))
+    except ConfigError as error:
+        assert "\n" not in str(error)
+
+
 def test_a_folder_without_a_config_is_refused(tmp_path):
     path = tmp_path / "config.json"
     with pytest.raises(ConfigError, match="config.json was to be read, but there is n"):
@@ -305,6 +348,33 @@ def test_a_folder_without_a_config_is_refused(tmp_path):
     path.write_text("[]")
     with pytest.raises(ConfigError, match="holds a list, expected a JSON object"):
         ModelConfig(path=str(tmp_path))
+    for text, why in (
+        ("", "it is empty"),
+        (
+            "version https://git-lfs.github.com/spec/v1\noid",
+            r"git-lfs \(`git lfs pull`",
+        ),
+        ("[" * 200_000, "maximum recursion depth"),
+    ):
+        path.write_text(text)
+        with pytest.raises(
+            ConfigError, match=f"config.json was to be read, but .*{why}"
+        ):
+            ModelConfig(path=str(tmp_path))
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(ConfigError, match="config.json was to be read, but it is no f"):
+        ModelConfig(path=str(tmp_path))
+
+
+def test_an_adapter_is_named(tmp_path):
+    """Neph0s/CoSER#3: what is missing is its base model."""
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    with pytest.raises(ConfigError, match="holds an adapter .* Merge the adapter into"):
+        ModelConfig(path=str(tmp_path))
+    folder(tmp_path, QWEN3)  # beside a whole model it is nobody's concern
+    ModelConfig(path=str(tmp_path))
 
 
 def test_no_family_has_both_norms_and_biases():

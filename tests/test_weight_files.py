@@ -5,16 +5,22 @@ import json
 import os
 import shutil
 import sys
+import time
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
-from tiny_models import QWEN3, assert_same, random_params, shardings
+from tiny_models import MODELS, QWEN3, assert_same, random_params, shardings
 
+from thundersync_jax.config import Config, ModelConfig, model_folder
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.hf import files, weights
+from thundersync_jax.models.transformer import Transformer
+from thundersync_jax.run import placement
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 
@@ -55,6 +61,9 @@ def put(name, value):
 
 UP = "model.layers.1.mlp.up_proj.weight"
 ONES = np.ones((48, 16), np.float32)
+NAN = np.where(np.arange(24 * 16) == 300, np.nan, 1).astype(np.float32)
+NAN = NAN.reshape(24, 16)
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 9\n"
 WRONG = {
     rf"has no tensor {UP}, expected shape \[24, 16\]": lambda folder: rewrite(
         folder, lambda found: found.pop(UP)
@@ -83,13 +92,19 @@ WRONG = {
     r"safetensors was to be read, but .* header length": lambda folder: cut(
         folder, 200
     ),
-    r"safetensors was to be read, but .* whole safe": lambda folder: cut(folder, 0),
+    r"safetensors was to be read, but it is empty; .* whole safe": lambda folder: cut(
+        folder, 0
+    ),
+    r"safetensors was to be read, but it is a pointer of git-lfs \(`git lfs pull`": (
+        lambda folder: (folder / files.ONE_FILE).write_text(POINTER)
+    ),
+    rf"tensor {UP} of .*safetensors holds NaN or infinity, in float32": put(UP, NAN),
     r"holds no model.safetensors and no model.safetensors.index.json": lambda folder: (
         folder / files.ONE_FILE
     ).unlink(),
-    r"holds model.safetensors and model.safetensors.index.json": lambda folder: (
+    r"index.json has no weight_map": lambda folder: (
         folder / files.INDEX_FILE
-    ).write_text("{}"),
+    ).write_text('{"weight_map": {}}'),
 }
 
 
@@ -121,6 +136,99 @@ def test_wrong_indices_are_refused(tmp_path):
         index.write_text(text)
         with pytest.raises(ConfigError, match="has no weight_map of names and files"):
             weights.check(tmp_path, QWEN3)
+
+
+def test_an_index_of_one_file_is_that_files_model(folder):
+    """Blaizzy/mlx-vlm#1464, ml-explore/mlx-swift-lm#408: both are in one folder."""
+    expected = weights.load(folder, QWEN3, shardings(QWEN3))
+    places = dict.fromkeys(load_file(folder / files.ONE_FILE), files.ONE_FILE)
+    index = folder / files.INDEX_FILE
+    index.write_text(json.dumps({"weight_map": places}))
+    (folder / "adapter_model.safetensors").write_bytes(b"others")
+    assert_same(weights.load(folder, QWEN3, shardings(QWEN3)), expected)
+    # A further file that the index names belongs to the model as well.
+    moved = {UP: load_file(folder / files.ONE_FILE)[UP]}
+    rewrite(folder, lambda found: found.pop(UP))
+    save_file(moved, folder / "more.safetensors")
+    index.write_text(json.dumps({"weight_map": places | {UP: "more.safetensors"}}))
+    assert_same(weights.load(folder, QWEN3, shardings(QWEN3)), expected)
+
+
+def test_a_file_beside_an_index_of_others_is_refused(tmp_path):
+    weights.save(tmp_path, QWEN3, random_params(QWEN3), most_shard_bytes=8_000)
+    weights.check(tmp_path, QWEN3)
+    save_file({"stray": ONES}, tmp_path / files.ONE_FILE)
+    count = len(files.indexed(tmp_path / files.INDEX_FILE))
+    with pytest.raises(ConfigError, match=f"which names {count} others.* Delete model"):
+        weights.load(tmp_path, QWEN3, shardings(QWEN3))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e300])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_weight_that_is_not_finite_is_refused_wherever_it_is(name, value, tmp_path):
+    config = MODELS[name]
+    weights.save(tmp_path, config, random_params(config), "float64")
+    tensors = load_file(tmp_path / files.ONE_FILE)
+    rng = np.random.default_rng(0)
+    for tensor in rng.choice(sorted(tensors), 5, replace=False):
+        changed = tensors[tensor].copy()
+        changed.flat[rng.integers(changed.size)] = value
+        save_file(tensors | {tensor: changed}, tmp_path / files.ONE_FILE)
+        weights.check(tmp_path, config)  # looks at headers alone
+        with pytest.raises(ConfigError, match=f"tensor {tensor} of .* holds NaN or"):
+            weights.load(tmp_path, config, shardings(config))
+    save_file(tensors, tmp_path / files.ONE_FILE)
+    weights.load(tmp_path, config, shardings(config))
+
+
+@pytest.mark.parametrize("key", ["layers", "width", "vocab_size", "mlp_width"])
+def test_an_absurd_size_is_refused_from_the_headers(folder, key):
+    path = folder / model_folder.CONFIG_FILE
+    values = json.loads(path.read_text()) | {model_folder.SIZES[key]: 2**70}
+    path.write_text(json.dumps(values))
+    config = Config(model=ModelConfig(path=str(folder)))
+    start = time.monotonic()
+    with pytest.raises(ConfigError, match=rf"config\.json tells|shape \[.*{2**70}"):
+        placement.initializer(config, Transformer(config.model), None)
+    assert time.monotonic() - start < 1
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(max_size=2), inner, max_size=2)
+    ),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    key=st.sampled_from(["dtype", "shape", "data_offsets"]),
+    value=VALUES | st.lists(st.integers(0, 2**63), max_size=3),
+    length=st.integers(0, 2**64 - 1) | st.none(),
+)
+def test_whatever_a_header_says_is_one_line(key, value, length, headers):
+    """A traceback for a null where offsets belong was one of many."""
+    data = (headers / "whole").read_bytes()
+    (headers / files.ONE_FILE).write_bytes(data)
+    alter(headers, UP, key, value)
+    if length is not None:
+        text = (headers / files.ONE_FILE).read_bytes()[8:]
+        (headers / files.ONE_FILE).write_bytes(length.to_bytes(8, "little") + text)
+    try:
+        weights.load(headers, QWEN3, shardings(QWEN3))
+    except ConfigError as error:
+        assert "\n" not in str(error)
+
+
+@pytest.fixture(name="headers", scope="module")
+def _headers(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("headers")
+    weights.save(folder, QWEN3, random_params(QWEN3))
+    shutil.copy(folder / files.ONE_FILE, folder / "whole")
+    return folder
 
 
 def test_a_missing_library_is_named_with_its_extra(folder, monkeypatch):

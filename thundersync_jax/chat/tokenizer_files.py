@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from thundersync_jax.chat import byte_level
 from thundersync_jax.config.checks import installed
+from thundersync_jax.config.model_folder import not_there
 from thundersync_jax.errors import ConfigError
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -63,8 +64,9 @@ def read_json(file: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{file} is no JSON ({error}); restore it.") from error
+    except (ValueError, RecursionError) as error:
+        why = not_there(file) or error
+        raise ConfigError(f"{file} is no JSON ({why}); restore it.") from error
     if not isinstance(content, dict):
         raise ConfigError(
             f"{file} holds a {type(content).__name__}, expected a JSON object; "
@@ -85,7 +87,8 @@ def load_tokenizer(folder: Path) -> Any:
     try:
         loaded = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises nothing more special
-        raise ConfigError(f"{file} is no tokenizer ({error}); restore it.") from error
+        why = not_there(file) or error
+        raise ConfigError(f"{file} is no tokenizer ({why}); restore it.") from error
     loaded.no_truncation()
     loaded.no_padding()
     return loaded

@@ -19,6 +19,9 @@ from thundersync_jax.errors import ConfigError
 RopeKind = Literal["none", "linear", "llama3", "yarn"]
 
 CONFIG_FILE = "config.json"
+_ADAPTER_FILE = "adapter_config.json"
+_POINTER = b"version https://git-lfs."  # what git-lfs leaves in a file's place
+_LARGEST = 1e300  # beyond it numbers of JSON are none that can be computed with
 SIZES = {
     "vocab_size": "vocab_size",
     "layers": "num_hidden_layers",
@@ -116,8 +119,8 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object of a folder; ConfigError where there is none."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        why = "there is none" if isinstance(error, FileNotFoundError) else error
+    except (OSError, ValueError, RecursionError) as error:
+        why = not_there(path) or error
         raise ConfigError(
             f"{path} was to be read, but {why}; expected a file of a Hugging Face "
             "folder. Let model.path name a complete one (hf download NAME --local-dir "
@@ -132,6 +135,19 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def not_there(path: Path) -> str:
+    """Why a file has no content of its own, as "it is empty"; "" where it has."""
+    if not path.exists():
+        return "there is none"
+    if not path.is_file():
+        return "it is no file"
+    with open(path, "rb") as file:
+        start = file.read(len(_POINTER))
+    if start == _POINTER:
+        return "it is a pointer of git-lfs (`git lfs pull` in its folder fetches it)"
+    return "" if start else "it is empty"
+
+
 def architecture(folder: str | os.PathLike) -> dict[str, Any]:
     """The fields of `ModelConfig` that a folder decides, with their values.
 
@@ -139,6 +155,12 @@ def architecture(folder: str | os.PathLike) -> dict[str, Any]:
     the dense families; the line names what and where.
     """
     path = Path(folder).expanduser() / CONFIG_FILE
+    require(
+        path.exists() or not path.with_name(_ADAPTER_FILE).exists(),
+        f"model.path is {folder}, which holds an adapter ({_ADAPTER_FILE})",
+        "a whole model",
+        "Merge the adapter into its model (merge_and_unload of peft) and save that.",
+    )
     return Reader(path, read_json(path)).fields()
 
 
@@ -205,6 +227,8 @@ class Reader:
             if values.get(key) not in (None, only):
                 raise self._refusal(f"{key} {values[key]!r}", repr(only), other)
         kinds = values.get("layer_types") or []
+        if not isinstance(kinds, list):
+            raise self._refusal(f"layer_types {kinds!r}", "a list", "Correct it.")
         for kind in kinds:
             if kind != "full_attention":
                 raise self._refusal(
@@ -218,7 +242,7 @@ class Reader:
         if not isinstance(scaling, dict):
             raise self._refusal(f"{spelled} {scaling!r}", "an object", "Correct it.")
         type_name = scaling.get("rope_type", scaling.get("type", "default"))
-        if type_name not in _KINDS:
+        if not isinstance(type_name, str) or type_name not in _KINDS:
             raise self._refusal(
                 f"{spelled} of type {type_name!r}",
                 "one of " + ", ".join(_KINDS),
@@ -252,6 +276,9 @@ class Reader:
             log = 0.1 * math.log(max(self.number(inside, "factor"), 1))
             scales = ("mscale", "mscale_all_dim")
             above, below = (self.number(inside, key) * log + 1 for key in scales)
+            if not below:
+                scale = f"mscale_all_dim {inside['mscale_all_dim']!r}"
+                raise self._refusal(scale, "a number above 0", "Correct it.")
             inside.setdefault("attention_factor", above / below)
         fields = {}
         defaults = {f.name: f.default for f in dataclasses.fields(RopeScaling)}
@@ -271,7 +298,7 @@ class Reader:
     def number(self, values: Mapping[str, Any], key: str, default: Any = None) -> Any:
         value = values.get(key)
         value = default if value is None else value
-        if not is_number(value):
+        if not is_number(value) or abs(value) > _LARGEST:
             raise self._refusal(
                 f"{key} {'none' if value is None else repr(value)}",
                 "a number",

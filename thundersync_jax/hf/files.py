@@ -220,15 +220,10 @@ def tensor_files(folder: Path) -> list[Path]:
     """The safetensors files of a folder: one, or those that its index names.
 
     Raises:
-      ConfigError: There are none, or both, which programs read differently.
+      ConfigError: There are none, or one beside an index of others, which programs read
+        differently.
     """
     single, index = folder / ONE_FILE, folder / INDEX_FILE
-    require(
-        not (single.exists() and index.exists()),
-        f"{folder} holds {ONE_FILE} and {INDEX_FILE}",
-        "one of them: some programs read the first and some the second",
-        "Delete what is older.",
-    )
     require(
         single.exists() or index.exists(),
         f"{folder} holds no {ONE_FILE} and no {INDEX_FILE}",
@@ -236,6 +231,12 @@ def tensor_files(folder: Path) -> list[Path]:
         "Download the folder, or save the model from transformers.",
     )
     names = indexed(index) if index.exists() else [ONE_FILE]
+    require(
+        ONE_FILE in names or not single.exists(),
+        f"{folder} holds {ONE_FILE} and {INDEX_FILE}, which names {len(names)} others",
+        "one model: some programs read the first and some the second",
+        f"Delete {ONE_FILE}, or {INDEX_FILE} with its files.",
+    )
     return [folder / name for name in names]
 
 
@@ -244,6 +245,7 @@ def indexed(index: Path) -> list[str]:
     names = model_folder.read_json(index).get("weight_map")
     require(
         isinstance(names, dict)
+        and bool(names)
         and all(isinstance(n, str) and Path(n).name == n for n in names.values()),
         f"{index} has no weight_map of names and files of this folder",
         "one",
@@ -288,6 +290,9 @@ def copy_part(
     The shape `apart` has as many elements, its axes are those of the file or cut one of
     them in two, and `axes` puts them in the order of `out`. `part` has one slice per
     axis of `out`, with steps of 1, and the shape of `out`.
+
+    Raises:
+      ConfigError: A number of the part is not finite in out's dtype.
     """
     itemsize = DTYPES[tensor.dtype].itemsize
     rows_axis = axes.index(0)  # of `out`, along which the file is read
@@ -308,7 +313,15 @@ def copy_part(
         block = block.reshape(last - first, *sizes)
         target[rows_axis] = slice(first - start, last - start)
         # Cast before it is turned: casts of a few bytes apart are slow.
-        cast = np.ascontiguousarray(block[(slice(None), *others)]).astype(out.dtype)
+        with np.errstate(over="ignore"):  # refused below
+            cast = np.ascontiguousarray(block[(slice(None), *others)]).astype(out.dtype)
+        require(
+            bool(np.isfinite(cast).all()),
+            f"tensor {tensor.name} of {tensor.path} holds NaN or infinity, in "
+            f"{out.dtype}",
+            "finite numbers: such a model samples and learns nothing",
+            "Download the folder again, or take a checkpoint of before.",
+        )
         out[tuple(target)] = cast.transpose(axes)
 
 
@@ -360,8 +373,8 @@ def _opened(path: Path) -> Any:
     try:
         return safetensors.safe_open(path, framework="numpy")
     except (OSError, safetensors.SafetensorError) as error:
-        why = "there is none" if isinstance(error, FileNotFoundError) else error
         raise ConfigError(
-            f"{path} was to be read, but {why}; expected a whole safetensors file. "
+            f"{path} was to be read, but {model_folder.not_there(path) or error}; "
+            "expected a whole safetensors file. "
             f"{_AGAIN}"
         ) from error

@@ -33,6 +33,7 @@ _TOKENIZER_FILES = (
     "tokenizer.model",
     "chat_template.jinja",
     "chat_template.json",
+    "additional_chat_templates/*.jinja",
 )
 STORED_DTYPES = ("float32", "bfloat16", "float16", "float64")
 # Of a folder's model and of savings that were cut off; others stay.
@@ -50,6 +51,13 @@ def check(folder: str | os.PathLike, config: ModelConfig) -> dict[str, files.Sto
     """
     folder = Path(folder).expanduser()
     stored = files.stored(folder)
+    require(  # before a name is made for every one of them
+        config.layers <= len(stored),
+        f"{folder / model_folder.CONFIG_FILE} tells of {config.layers} layers and the "
+        f"weights are {len(stored)} tensors",
+        "no more layers than tensors",
+        "Correct num_hidden_layers, or download the folder again.",
+    )
     expected = {tensor.name: tensor.shape for tensor in files.tensors(config)}
     if missing := [name for name in expected if name not in stored]:
         raise ConfigError(
@@ -96,7 +104,8 @@ def load(folder: str | os.PathLike, config: ModelConfig, shardings: Any) -> Para
       The tree of `transformer.init`: float32 (float64 for float64 models).
 
     Raises:
-      ConfigError: As `check`; nothing has been put on a device then.
+      ConfigError: As `check`, with nothing on a device then, or a weight is NaN or
+        infinite.
     """
     stored = check(folder, config)
     if config.tied_embeddings and files.HEAD in stored:
@@ -158,10 +167,12 @@ def save(
     folder.mkdir(parents=True, exist_ok=True)
     write_tensors(folder, config, params, dtype, metadata, most_shard_bytes)
     if source is not None and source.resolve() != folder.resolve():
-        for name in (*_TOKENIZER_FILES, _GENERATION_FILE):
-            if (source / name).is_file():
-                with replacing(folder / name) as file:
-                    file.write((source / name).read_bytes())
+        for pattern in (*_TOKENIZER_FILES, _GENERATION_FILE):
+            for path in source.glob(pattern):
+                copy = folder / path.relative_to(source)
+                copy.parent.mkdir(exist_ok=True)
+                with replacing(copy) as file:
+                    file.write(path.read_bytes())
     if generation is None and source is None:
         generation = {"_from_model_config": True}
     if generation is not None:

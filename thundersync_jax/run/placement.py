@@ -132,6 +132,8 @@ def initializer(config: Config, model: Model, devices: Mesh) -> Callable[[], Par
     draws them is compiled once.
     """
     key, path = jax.random.key(config.seed), config.model.path
+    if path is not None:
+        weights.check(path, config.model)  # before jax meets an absurd size
     shapes = jax.eval_shape(model.init, key)
     shardings = mesh.parameter_shardings(
         devices, shapes, model.axes(), layers.MESH_AXES
