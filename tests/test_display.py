@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import re
+import threading
 import time
 
 import numpy as np
@@ -13,6 +14,7 @@ from thundersync_jax.envs.base import Action
 from thundersync_jax.metrics.timing import Progress, RunProgress
 from thundersync_jax.run.step import Evaluation, wilson_interval
 from thundersync_jax.types import StopReason, Trajectory, TrajectoryKey
+from thundersync_jax.view import display
 from thundersync_jax.view.display import Display, StepRow, progress_line
 
 ESCAPE = "\x1b"
@@ -320,3 +322,21 @@ def test_evaluation_is_shown_with_its_interval():
         "held-out success 30.8%  81 of 263, 95% interval 25.5% to 36.6%; "
         "mean reward 1.500\n"
     )
+
+
+def test_a_silent_start_repeats_its_latest_line(monkeypatch):
+    monkeypatch.setattr(display, "_PATIENCE_SECS", 0.04)
+    stream = io.StringIO()
+    with Display(stream).patience() as started:
+        pass
+    assert not stream.getvalue()
+    shown = Display(stream)
+    with shown.patience() as started:
+        shown.line("compiling")
+        deadline = time.monotonic() + 10
+        while "since: compiling" not in stream.getvalue():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        started()
+    assert stream.getvalue().startswith("compiling\n  0 s since: compiling\n")
+    assert not any(t.name == "patience" for t in threading.enumerate())

@@ -76,6 +76,7 @@ def train(
         return result
     display.line("preparing tasks, model and sampler")
     with (
+        display.patience() as started,
         Run(
             config,
             workdir,
@@ -110,6 +111,7 @@ def train(
             if not start:
                 row = loop.evaluate(0, "after the warm start")
                 metrics.write(0, row | {"elapsed_secs": elapsed_secs()})
+            started()
             for step in range(start + 1, config.steps + 1):
                 row = loop.step(step)
                 if _due(step, config.evaluation.every_steps, config.steps):

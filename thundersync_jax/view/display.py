@@ -10,6 +10,7 @@ lays them out, in at most 100 columns.
 import contextlib
 import dataclasses
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import IO, TYPE_CHECKING
@@ -33,6 +34,7 @@ if TYPE_CHECKING:  # it imports jax, and looking at a run must not wait for that
 WIDTH = 100
 _ROWS_PER_HEADING = 20
 _BAR_CELLS = 18
+_PATIENCE_SECS = 4.0  # of silence, while a run starts
 _REFRESHES_PER_SEC = 8
 _QUIET, _STRONG = "dim", "bold"
 _TRAINED = {True: "bold green", False: "dim"}  # readable on dark and on light grounds
@@ -90,6 +92,7 @@ class Display:
         self._lively = self._console.is_interactive and stream.isatty()
         self._progress: Progress | None = None
         self._rows = 0  # since the last heading
+        self._latest = (time.monotonic(), "starting")  # when what was written
         self._fresh = True  # nothing written yet
 
     @property
@@ -118,6 +121,31 @@ class Display:
             ),
         ):
             yield
+
+    @contextlib.contextmanager
+    def patience(self) -> Iterator[Callable[[], None]]:
+        """Repeats the latest line every few seconds in which nothing is written.
+
+        Until the block ends, or what it is given is called.
+        """
+        ended = threading.Event()
+
+        def watch() -> None:
+            repeated_secs = 0.0
+            while not ended.wait(_PATIENCE_SECS / 4):
+                (written_secs, text), now = self._latest, time.monotonic()
+                if now - max(written_secs, repeated_secs) >= _PATIENCE_SECS:
+                    repeated_secs = now
+                    still = f"  {now - written_secs:.0f} s since: {text}"
+                    self._console.print(Text(still, _QUIET), soft_wrap=True)
+
+        watching = threading.Thread(target=watch, daemon=True, name="patience")
+        watching.start()
+        try:
+            yield ended.set
+        finally:
+            ended.set()
+            watching.join()
 
     def update(self, progress: Progress) -> None:
         """Shows this step's counts; they are read again at every refresh."""
@@ -209,6 +237,8 @@ class Display:
 
     def _print(self, text: Text) -> None:
         self._fresh = False
+        if text:
+            self._latest = time.monotonic(), text.plain
         # Off a terminal rich would fold at 80 columns.
         self._console.print(text, soft_wrap=True)
 
