@@ -2,13 +2,18 @@
 
 import logging
 import os
+import pathlib
+import re
 import resource
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
 import time
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import jax
@@ -22,6 +27,7 @@ from thundersync_jax.errors import ConfigError
 from thundersync_jax.run.checkpoint import Checkpoints, sha256
 from thundersync_jax.run.state import State
 
+REPOSITORY = pathlib.Path(__file__).parents[1]
 OPTIMIZER = optax.adamw(1e-2)
 
 
@@ -304,16 +310,53 @@ def test_a_failed_save_is_raised_by_the_next_call(tmp_path, full_disk, call, cap
     full_disk(True)
     checkpoints.save(2, big, {})
     arguments = {"save": (3, small, {}), "restore": (1, small)}.get(call, ())
-    with pytest.raises(ValueError, match="File too large") as caught:
+    with pytest.raises(
+        ConfigError, match="step 2 was not saved to .*too large.* is 1.$"
+    ):
         getattr(checkpoints, call)(*arguments)
     full_disk(False)
-    assert caught.value.__notes__ == [f"while saving step 2 to {tmp_path}"]
     assert checkpoints.steps() == [1]
     checkpoints.restore(1, small)
     checkpoints.save(2, big, {})
     assert checkpoints.steps() == [2]
     checkpoints.close()
     assert capfd.readouterr() == ("", "")
+
+
+def test_another_failure_keeps_its_own_words(tmp_path, monkeypatch):
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(1, {"x": jnp.zeros(4)}, {})
+        saving = checkpoints._saving[1]
+        checkpoints._saving = 1, SimpleNamespace(result=lambda: saving.result() + "")
+        with pytest.raises(TypeError) as caught:
+            checkpoints.wait()
+    assert caught.value.__notes__ == [f"while saving step 1 to {tmp_path}"]
+
+
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="needs a disk of its own")
+def test_a_run_on_a_full_disk_ends_in_one_line_and_goes_on_with_room(tmp_path):
+    command = [sys.executable, "-m", "thundersync_jax.train", f"--workdir={tmp_path}/w"]
+    command += ["--config=tests/echo_task.py", "--config.steps=3"]
+    command += ["--config.warm_start.steps=5", "--config.checkpoint.every_steps=1"]
+    command += ["--config.metrics.sinks=", "--config.env.tool_latency.kind=none"]
+    train = shlex.join(command)
+    disk = f"mount -t tmpfs -o size={{}}k{{}} tmpfs {tmp_path}"
+    lines = [disk.format(300, ""), f"({train} >/dev/null; echo status $?)"]
+    lines += [disk.format(90_000, ",remount"), train]
+    done = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", " && ".join(lines)],  # no mount is left behind
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+    )
+    if "status" not in done.stdout:
+        pytest.skip(f"no disk of its own to be had: {done.stderr}")
+    assert done.returncode == 0 and "status 2\n" in done.stdout
+    line = rf"ConfigError: step 2 was not saved to {tmp_path}/w/checkpoints \(No space"
+    assert re.fullmatch(
+        line + r" left .*Free some and run .* there is 1\.\n", done.stderr
+    )
+    assert "resumed after step 1\n" in done.stdout.partition("status 2\n")[2]
 
 
 def test_saving_prints_nothing_and_other_logs_stay(tmp_path, caplog, capfd):
@@ -369,6 +412,39 @@ def test_a_step_that_is_there_or_is_not_there_is_named(tmp_path):
         with pytest.raises(TypeError):
             checkpoints.save(5, LIKE, {"array": jnp.zeros(2)})
         assert checkpoints.steps() == [4]
+
+
+TORN = """
+    import os, pathlib, sys
+    import jax.numpy as jnp
+    from thundersync_jax import flags
+    from thundersync_jax.run.checkpoint import Checkpoints
+
+    folder = pathlib.Path(sys.argv.pop())
+    tree = {str(i): jnp.ones((64, 64)) for i in range(30)}
+
+    def command(config):
+        with Checkpoints(folder, keep=2) as checkpoints:
+            [checkpoints.save(step, tree, {}) for step in (1, 2)]
+        for file in (folder / "2").rglob("d/*"):
+            os.truncate(file, file.stat().st_size // 2)
+        with Checkpoints(folder) as checkpoints:
+            checkpoints.restore(2, tree)
+
+    flags.run(lambda *_: command(None), needs=("workdir",))
+"""
+
+
+def test_a_torn_checkpoint_is_one_line_though_many_reads_are_under_way(tmp_path):
+    """Each further read said that the event loop is closed, in 190 lines of all."""
+    code, workdir = textwrap.dedent(TORN), f"--workdir={tmp_path}"
+    done = subprocess.run(
+        [sys.executable, "-c", code, workdir, str(tmp_path)],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert re.match("ConfigError: .*/2 cannot be read.* Delete that", done.stderr)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -1,5 +1,6 @@
 """The command line: what reaches a command, and what is refused before it starts."""
 
+import errno
 import json
 import os
 import signal
@@ -533,3 +534,16 @@ def test_a_refused_command_line_never_imports_jax(tmp_path):
     assert ended.stdout == "False\n"
     assert ended.stderr.startswith("ConfigError: --config is 'nowhere.py', expected a")
     assert ended.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_full_disk_is_one_line_wherever_it_is_met(number, file, capsys):
+    def write(*_):
+        raise OSError(number, os.strerror(number), "w/metrics.jsonl")
+
+    status, _ = command_line(f"--config={file}", "--workdir=w", command=write)
+    assert status == 2
+    error = capsys.readouterr().err
+    assert (
+        "w/metrics.jsonl" in error and "Free some" in error and error.count("\n") == 1
+    )

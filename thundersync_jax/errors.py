@@ -1,5 +1,7 @@
 """The errors a caller is meant to read: one line that says what to change."""
 
+import errno
+import os
 import traceback
 
 _REASON_CHARACTERS = 300  # of an exception's text; reasons are one line
@@ -15,6 +17,17 @@ class StreamError(ValueError):
 
 class ServerError(RuntimeError):
     """A server that samples or teaches has failed, and nothing can take its place."""
+
+
+def full(error: BaseException) -> str | None:
+    """What an error says where a disk, or one's share of it, is full; else None.
+
+    Libraries that write in threads of their own pass on the system's words alone.
+    """
+    for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if getattr(error, "errno", None) == code or os.strerror(code) in str(error):
+            return os.strerror(code)
+    return None
 
 
 def one_line(error: BaseException) -> str:

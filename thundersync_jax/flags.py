@@ -31,7 +31,7 @@ from thundersync_jax.config.settings import (
     settings,
     to_text,
 )
-from thundersync_jax.errors import ConfigError, ServerError, StreamError
+from thundersync_jax.errors import ConfigError, ServerError, StreamError, full
 
 _REFUSED, _FAILED, _INTERRUPTED = 2, 1, 130
 _INTERRUPTED_RESULT = {"error": "interrupted", "kind": "KeyboardInterrupt"}
@@ -102,9 +102,14 @@ def run(
         print("interrupted", file=sys.stderr)
         result, status = _INTERRUPTED_RESULT, _INTERRUPTED
     except Exception as error:
-        if as_json:
-            print(json.dumps(_failure(error)), flush=True)
-        raise
+        if full(error) is None:
+            if as_json:
+                print(json.dumps(_failure(error)), flush=True)
+            raise
+        way_out = "expected room on that disk. Free some and run the same command again"
+        message = f"{type(error).__name__}: {_one_line(error)}, {way_out}."
+        print(message, file=sys.stderr)
+        result, status = _failure(error), _REFUSED
     if as_json:
         print(json.dumps(_finite(result)))
     sys.stdout.flush()

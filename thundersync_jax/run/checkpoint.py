@@ -5,12 +5,14 @@ that is killed at any moment finds its newest whole checkpoint. When to save, an
 belongs to the state, the trainer decides.
 """
 
+import contextlib
 import functools
 import hashlib
 import json
 import logging
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint import v1
 
-from thundersync_jax.errors import ConfigError
+from thundersync_jax.errors import ConfigError, full
 
 Tree = Any  # of arrays
 _SHOWN_DIFFERENCES = 3
@@ -68,7 +70,8 @@ class Checkpoints:
             dicts; scalars of numpy too.
 
         Raises:
-          ConfigError: Opened for reading, or a step that is not a later one.
+          ConfigError: Opened for reading, a step that is not a later one, or a save
+            before that found the disk full.
           TypeError: `host` is not JSON.
         """
         facts = json.loads(json.dumps(dict(host), default=_plain))
@@ -127,7 +130,7 @@ class Checkpoints:
             self._check_like(step, there, like)
             loading = v1.options.PyTreeOptions.Loading(partial_load=part)
             options = v1.options.PyTreeOptions(loading=loading)
-            with v1.Context(pytree_options=options):
+            with v1.Context(pytree_options=options), _reads_that_come_too_late():
                 tree = self._orbax.load(step, jax.tree.map(_abstract, like))
         except ConfigError:
             raise
@@ -155,8 +158,16 @@ class Checkpoints:
         if failures:
             # Orbax has struck out what this save was to replace, which is still there.
             self._orbax.reload()
-            failures[0].add_note(f"while saving step {step} to {self._directory}")
-            raise failures[0]
+            why = full(failures[0])
+            if why is None:
+                failures[0].add_note(f"while saving step {step} to {self._directory}")
+                raise failures[0]
+            kept = max((c.step for c in self._orbax.checkpoints), default="none")
+            raise ConfigError(
+                f"step {step} was not saved to {self._directory} ({why}), expected "
+                f"room on that disk. Free some and run the same command again: the "
+                f"newest whole checkpoint there is {kept}."
+            ) from failures[0]
 
     def close(self) -> None:
         """Waits and releases; later calls open again."""
@@ -246,6 +257,25 @@ def _plain(scalar: Any) -> Any:
     if isinstance(scalar, np.generic):
         return scalar.item()
     raise TypeError(f"host holds {scalar!r}, expected what JSON can express")
+
+
+@contextlib.contextmanager
+def _reads_that_come_too_late() -> Iterator[None]:
+    """Where one array cannot be read, the others find the event loop of orbax closed.
+
+    They say so from threads of tensorstore, a traceback each, until the process ends.
+    """
+    before = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        late = isinstance(unraisable.exc_value, RuntimeError)
+        if not (late and "Event loop is closed" in str(unraisable.exc_value)):
+            before(unraisable)
+
+    sys.unraisablehook = hook
+    yield
+    if sys.unraisablehook is hook:  # an error leaves it
+        sys.unraisablehook = before
 
 
 def _not_left_alone(record: logging.LogRecord) -> bool:
