@@ -7,7 +7,10 @@ import pytest
 
 from thundersync_jax.stream import accumulator
 
-PARAMS = {"w": jnp.zeros((64, 128)), "b": [jnp.zeros(()), jnp.zeros(5, jnp.bfloat16)]}
+PARAMS = {
+    "w": jnp.zeros((64, 128), jnp.float32),
+    "b": [jnp.zeros((), jnp.float32), jnp.zeros(5, jnp.bfloat16)],
+}
 
 
 def pointers(tree):
@@ -122,15 +125,15 @@ def test_gradient_of_no_calls_is_zero():
 
 @pytest.mark.parametrize("unit", [0.0, 1e-35, 1e-20, 1.0, 1e20, 1e37])
 def test_norm_is_right_for_gradients_whose_squares_are_not_float32(unit):
-    batch = {"w": jnp.array([[3.0, 0.0]]) * unit, "b": [jnp.array([4.0]) * unit]}
-    like = {"w": jnp.zeros(2), "b": [jnp.zeros(())]}
+    batch = {"w": jnp.float32([[3.0, 0.0]]) * unit, "b": [jnp.float32([4.0]) * unit]}
+    like = {"w": jnp.zeros(2), "b": [jnp.zeros((), jnp.float32)]}
     _, norm = accumulator.finalize(batch, 1.0, like)
     assert float(norm) == pytest.approx(5 * unit, rel=1e-6)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_norm_of_a_gradient_that_is_not_finite_is_not_finite(value):
-    batch = {"w": jnp.array([[3.0, value, 1.0]])}
+    batch = {"w": jnp.float32([[3.0, value, 1.0]])}
     _, norm = accumulator.finalize(batch, 1.0, {"w": jnp.zeros(3)})
     assert not np.isfinite(norm)
 

@@ -337,7 +337,7 @@ def pointers(state):
 
 
 def test_updated_in_place_with_little_beside_it():
-    x = jnp.ones((512, 256))
+    x = jnp.ones((512, 256), jnp.float32)
     state = exact_sum.init({"w": x})
     places, add = pointers(state), in_place(state)
     for fresh in (False, True, False):
@@ -350,7 +350,9 @@ def test_updated_in_place_with_little_beside_it():
 
 
 def test_memory_is_three_words_and_a_byte_per_row():
-    state = exact_sum.init({"w": jnp.ones((64, 100)), "b": jnp.ones(())})
+    state = exact_sum.init(
+        {"w": jnp.ones((64, 100), jnp.float32), "b": jnp.ones((), jnp.float32)}
+    )
     held = sum(x.nbytes for x in jax.tree.leaves(state))
     assert held == 12 * (6400 + 1) + 64 + 1 + 4
 
@@ -386,11 +388,11 @@ def test_narrower_floats_are_cast_exactly():
 
 
 def test_trees_that_do_not_fit_are_refused():
-    state = exact_sum.init({"w": jnp.ones((2, 3))})
+    state = exact_sum.init({"w": jnp.ones((2, 3), jnp.float32)})
     with pytest.raises(ValueError, match=r"leaf \['w'\] has shape \(3,\)"):
-        exact_sum.add(state, {"w": jnp.ones(3)})
+        exact_sum.add(state, {"w": jnp.ones(3, jnp.float32)})
     with pytest.raises(ValueError, match=r"leaf \['w'\] has shape \(1, 3\)"):
-        exact_sum.merge(state, exact_sum.init({"w": jnp.ones((1, 3))}))
+        exact_sum.merge(state, exact_sum.init({"w": jnp.ones((1, 3), jnp.float32)}))
     for wrong in (np.ones((2, 3), np.int32), np.ones((2, 3), np.float64)):
         with pytest.raises(ValueError, match=r"leaf \['w'\] is (int32|float64)"):
             exact_sum.init({"w": wrong})

@@ -73,7 +73,10 @@ def test_trajectory_of_the_next_step_stays_in_the_next_step():
         steps = []
         for names in (("g0", "g1"), ("g2",)):
             stream = GradientStream(
-                additive, {"x": jnp.zeros(())}, estimator=None, release=release
+                additive,
+                {"x": jnp.zeros((), jnp.float32)},
+                estimator=None,
+                release=release,
             )
             for name in names:
                 stream.open_group(name, 4)
@@ -165,7 +168,7 @@ def test_two_policy_versions_in_one_step_are_refused_with_both_numbers():
     ):
         stream = GradientStream(
             weighted,
-            {"x": jnp.zeros(())},
+            {"x": jnp.zeros((), jnp.float32)},
             estimator=MEAN,
             policy_version=known,
             release=release,

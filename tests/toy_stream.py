@@ -26,7 +26,7 @@ def additive(params, sample):
 
 def toy(surrogate=weighted, params=None, **settings):
     settings = {"estimator": MEAN} | settings
-    params = {"x": jnp.zeros(())} if params is None else params
+    params = {"x": jnp.zeros((), jnp.float32)} if params is None else params
     return GradientStream(surrogate, params, **settings)
 
 
@@ -69,7 +69,7 @@ def step(
     """
     stream = GradientStream(
         surrogate,
-        {"x": jnp.zeros(params)},
+        {"x": jnp.zeros(params, jnp.float32)},
         **{"estimator": MEAN, "denominator": "none"} | settings,
     )
     for group, rewards in groups.items():

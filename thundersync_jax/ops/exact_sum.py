@@ -104,10 +104,11 @@ def merge_stacked(stack: ExactSum) -> ExactSum:
     tops = jax.tree.map(lambda t: jnp.max(t, axis=0), stack.tops)
 
     def total(limbs, old, top):
-        return jnp.sum(jax.vmap(_move, (0, 0, None))(limbs, old, top), axis=0)
+        kept = jax.vmap(_move, (0, 0, None))(limbs, old, top)
+        return jnp.sum(kept, axis=0, dtype=jnp.int32)  # in 64-bit mode, too
 
     limbs = jax.tree.map(total, stack.limbs, stack.tops, tops)
-    return ExactSum(limbs, tops, _counted(jnp.sum(stack.count)))
+    return ExactSum(limbs, tops, _counted(jnp.sum(stack.count, dtype=jnp.int32)))
 
 
 def value(state: ExactSum) -> Tree:

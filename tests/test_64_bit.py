@@ -1,0 +1,40 @@
+"""Tests of exact sums and of random streams once more, in jax's 64-bit mode.
+
+There a sum of int32 is int64 unless it says otherwise, and so on: parameters are
+float32 as before, and so must be everything that is made of them.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+WIDE = os.environ | {"JAX_ENABLE_X64": "1"}
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("test_exact_sum", "test_accumulator"),
+        ("test_stream_exact", "test_stream_sums", "test_stream_numbers"),
+        ("test_properties", "test_schedule_random"),
+    ],
+    ids=" ".join,
+)
+def test_in_64_bit_mode(names):
+    files = [str(TESTS / f"{name}.py") for name in names]
+    quiet = ["-q", "-p", "no:xdist", "-p", "no:cacheprovider", "--tb=short"]
+    command = [sys.executable, "-m", "pytest", *quiet, *files]
+    ran = subprocess.run(command, cwd=TESTS.parent, env=WIDE, capture_output=True)
+    assert ran.returncode == 0, ran.stdout.decode()[-4000:]
+
+
+def test_train_with_exact_sums(tmp_path):
+    command = [sys.executable, "-m", "thundersync_jax.train"]
+    command += ["--config=configs/own_task.py:smoke", f"--workdir={tmp_path}"]
+    command += ["--config.accumulator=exact"]
+    ran = subprocess.run(command, cwd=TESTS.parent, env=WIDE, capture_output=True)
+    assert ran.returncode == 0, ran.stderr.decode()[-4000:]
