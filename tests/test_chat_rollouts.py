@@ -168,7 +168,8 @@ def test_lengths_are_tokens_and_not_characters(tmp_path):
     assert engine.requests[0].max_new_tokens == 4
     tasks = TaskSet(["aaaa bbbb", "aaaa" * 9], ["bbbb"], FakeEnvironment, lambda t: t)
     config = Config(rollout=limits(gradient_buckets=(9,), **lengths))
-    assert run_tasks._fitting(tasks, config, chat).train == ["aaaa bbbb"]
+    fitting, _ = run_tasks._fitting(tasks, config, run_tasks._Counts(tasks, chat))
+    assert fitting.train == ["aaaa bbbb"]
 
 
 @pytest.mark.parametrize(

@@ -324,6 +324,7 @@ def test_what_a_resume_may_change_is_declared_beside_the_fields():
         "steps",
         "closing_comparison",
         *(f"rollout.{name}" for name in rollout),
+        "env.accept_tasks",
         *(f"vllm.{name}" for name in [*vllm, "publish_timeout_secs"]),
         "teacher.request_timeout_secs",
         "evaluation.every_steps",

@@ -5,6 +5,7 @@ Frozen dataclasses, each checked by itself as it is built.
 
 import dataclasses
 import itertools
+import re
 from typing import Any, Literal
 
 from thundersync_jax.config import dotted
@@ -141,6 +142,7 @@ class EnvConfig:
     options: Any = None  # a frozen dataclass that the factory reads; none: its own
     tool_latency: LatencyConfig = LatencyConfig()  # added to every tool call
     verify_latency: LatencyConfig = LatencyConfig()  # added to every verification
+    accept_tasks: str | None = changeable(None)  # sha256 of others to resume with; any
 
     def __post_init__(self):
         check_types(self, "env.")
@@ -153,6 +155,13 @@ class EnvConfig:
                 "Declare its class with @dataclasses.dataclass(frozen=True).",
             )
             check_types(self.options, "env.options.")
+        accepted = self.accept_tasks
+        require(
+            accepted in (None, "any") or re.fullmatch("[0-9a-f]{6,64}", accepted),
+            f"env.accept_tasks is {accepted!r}",
+            "6 to 64 digits that a sha256 begins with, as the refusal has them, or any",
+            "Set env.accept_tasks to none.",
+        )
         for name in ("tool_latency", "verify_latency"):
             _check_latency(f"env.{name}.", getattr(self, name))
 

@@ -26,6 +26,7 @@ from thundersync_jax.errors import ConfigError
 _CONFIG_FILE = "config.json"
 RESULT_FILE = "result.json"  # there once the run has ended
 VOCABULARY_FILE = "vocabulary.json"  # ids by token, of what its policy speaks
+_TASKS_FILE = "tasks.json"  # what its tasks are, as a hash
 _LOCK_FILE = ".lock"
 
 
@@ -99,6 +100,49 @@ def check_claim(workdir: str | os.PathLike, config: Config) -> list[Change]:
             "--workdir or the saved settings."
         )
     return changes
+
+
+def check_tasks(
+    workdir: str | os.PathLike, tasks: Mapping[str, Any], accepted: str | None
+) -> str | None:
+    """Refuses other tasks than those that a work directory was claimed for.
+
+    `tasks` describes them ("sha256", "prompts_sha256", numbers "train" and "heldout").
+    `accepted` is the beginning of the sha256 of those that may be others, or "any";
+    returns a line where they are. A directory that says nothing of tasks takes all.
+
+    Raises:
+      ConfigError: They are others; the line has both hashes and the way out.
+    """
+    path = Path(workdir) / _TASKS_FILE
+    if not path.exists():
+        return None
+    way_out = "Delete it and the run goes on with the tasks of now."
+    needs = ("sha256", "prompts_sha256", "train", "heldout")
+    saved = _read(path, "fingerprint of tasks", way_out, needs, number="train")
+    if saved["sha256"] == tasks["sha256"]:
+        return None
+    before, now = saved["sha256"][:12], tasks["sha256"][:12]
+    if accepted == "any" or (accepted and tasks["sha256"].startswith(accepted)):
+        return f"tasks: {before} -> {now}"
+    counted = "{train} for training and {heldout} held out".format
+    alike = saved["prompts_sha256"] == tasks["prompts_sha256"]
+    remark = ", their prompts are the same" * alike
+    raise ConfigError(
+        f"{workdir} holds a run with other tasks: it had {counted(**saved)} (sha256 "
+        f"{before}) and env.factory gives {counted(**tasks)} ({now}){remark}; expected "
+        "the same ones in the same order. Use another --workdir, or set "
+        f"env.accept_tasks={now} to go on with these."
+    )
+
+
+def claim_tasks(workdir: str | os.PathLike, tasks: Mapping[str, Any]) -> None:
+    """Notes what `check_tasks` compares with."""
+    path = Path(workdir) / _TASKS_FILE
+    try:
+        replace_json(path, dict(tasks))
+    except OSError as error:
+        raise _unusable(workdir, error) from error
 
 
 def saved_settings(workdir: str | os.PathLike) -> dict[str, Any]:
@@ -227,11 +271,15 @@ def _unusable(workdir: str | os.PathLike, error: OSError) -> ConfigError:
 
 
 def _read(
-    path: Path, kind: str, way_out: str, needs: Sequence[str] = ("steps",)
+    path: Path,
+    kind: str,
+    way_out: str,
+    needs: Sequence[str] = ("steps",),
+    number: str = "steps",
 ) -> dict:
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(saved["steps"], int) and all(name in saved for name in needs):
+        if isinstance(saved[number], int) and all(name in saved for name in needs):
             return saved
     except (ValueError, TypeError, KeyError):
         pass

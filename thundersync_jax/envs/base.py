@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from thundersync_jax.config import LatencyConfig, dotted
+from thundersync_jax.envs import fingerprint
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.types import Action, Observation
 
@@ -43,7 +44,7 @@ class TaskSet:
       heldout: Tasks for evaluation only.
       environment: Makes a fresh environment for one attempt.
       prompt: The prompt text of a task, as `start` returns it; used to check by content
-        that no held-out prompt occurs in training.
+        that no held-out task occurs in training, and that a resume has the same tasks.
       demonstrate: The turns of one good attempt, `(action, observation)` pairs with an
         empty last observation; None where no warm start is possible.
       tools: JSON schemas of the tools, as chat templates take them; formats without
@@ -65,20 +66,40 @@ def load_factory(name: str) -> Callable[..., TaskSet]:
     return dotted.load("env.factory", name, ("config.env", "seed"))
 
 
-def check_split(tasks: TaskSet) -> None:
-    """Raises ConfigError where a split is empty or a held-out prompt is trained on."""
+def check_split(
+    tasks: TaskSet, on_line: Callable[[str], None] = lambda line: None
+) -> None:
+    """Raises ConfigError where a split is empty or a held-out task is trained on.
+
+    Tasks are one where their prompts and whatever else they hold are the same. Those
+    that share no more than a prompt, as games do, are said to `on_line`.
+    """
     for split in ("train", "heldout"):
         if not len(getattr(tasks, split)):
             raise ConfigError(
                 f"the task set has no {split} tasks; its factory must give some."
             )
-    heldout = {tasks.prompt(task) for task in tasks.heldout}
-    leaked = [text for text in map(tasks.prompt, tasks.train) if text in heldout]
+    heldout: dict[str, set[str]] = {}
+    for task in tasks.heldout:
+        prompt = fingerprint.text(tasks.prompt(task))
+        heldout.setdefault(prompt, set()).add(fingerprint.text(task))
+    shared, leaked = 0, []
+    for task in tasks.train:
+        others = heldout.get(fingerprint.text(tasks.prompt(task)))
+        if others is not None:
+            shared += 1
+            if fingerprint.text(task) in others:
+                leaked.append(tasks.prompt(task))
+    if shared and not leaked:
+        on_line(
+            f"{shared} training tasks have the prompt of a held-out task and are other "
+            "tasks: that the split is clean, prompts do not show"
+        )
     if leaked:
         raise ConfigError(
-            f"{len(leaked)} training tasks have the prompt of a held-out task, "
-            f"the first is {leaked[0]!r}; choose the held-out tasks first and drop "
-            "their prompts from training."
+            f"{len(leaked)} training tasks are held-out tasks, the prompt of the first "
+            f"is {leaked[0]!r}; choose the held-out tasks first and drop "
+            "them from training."
         )
 
 

@@ -16,7 +16,14 @@ import numpy as np
 
 from thundersync_jax.config import Config, LatencyConfig
 from thundersync_jax.config.run import check_addends, check_family
-from thundersync_jax.config.workdir import check_claim, claim, locked, resumed
+from thundersync_jax.config.workdir import (
+    check_claim,
+    check_tasks,
+    claim,
+    claim_tasks,
+    locked,
+    resumed,
+)
 from thundersync_jax.engines import in_process
 from thundersync_jax.engines.in_process import EngineGroup, InProcessEngine
 from thundersync_jax.engines.vllm.engine import VLLMEngine
@@ -49,6 +56,8 @@ class Run:
       chat: How text becomes token ids.
       model: The policy as functions of its parameters.
       additive: Whether the loss has a part that no advantage multiplies.
+      demonstration_tokens: Of the longest demonstration, prompt included, where a warm
+        start needs it.
       latency_scale: What medians of lognormal latencies are multiplied by; a benchmark
         sets it.
       baselines: Mean rewards of training tasks, by index, for "tracked_baseline".
@@ -89,7 +98,9 @@ class Run:
         self.on_line = on_line
         self.on_line("loading the tasks")
         factory = environment or load_factory(config.env.factory)
-        self.tasks, self.chat = run_tasks.prepared(factory, config)
+        found = run_tasks.prepared(factory, config, workdir, on_line)
+        self.tasks, self.chat = found.tasks, found.chat
+        self.demonstration_tokens = found.demonstration_tokens
         self._reference: Params = None
         self._order: tuple[int, list[int]] = (0, [])  # of the latest step asked for
         self.timeline = Timeline()
@@ -99,6 +110,8 @@ class Run:
             if owner:
                 held.enter_context(locked(workdir))
                 check_claim(workdir, config)
+                accepted = config.env.accept_tasks
+                other = check_tasks(workdir, found.fingerprint._asdict(), accepted)
             placement.prepare(config)  # before anything of the user's runs jax
             self.placement = placement.place(config)
             self.model = models.build(config.model, model)
@@ -126,6 +139,11 @@ class Run:
             if owner:  # nothing refuses the config any more
                 for change in claim(workdir, config, self.chat.vocabulary()):
                     self.on_line(f"changed on resume: {change}")
+                if other is not None:
+                    self.on_line(f"changed on resume: {other}")
+                claim_tasks(workdir, found.fingerprint._asdict())
+                if found.counts is not None:
+                    found.counts.keep(workdir)
             self._introduce(params, memory)
             self.scoring = teaching.engine(
                 config, self.teacher, width, self.placement.teacher, self.on_line

@@ -7,6 +7,8 @@ temperature passes a target: greedy success says little about what sampling will
 
 import dataclasses
 import time
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +16,7 @@ import numpy as np
 import optax
 
 from thundersync_jax.config import OptimConfig
-from thundersync_jax.errors import ConfigError, StreamError
+from thundersync_jax.errors import StreamError
 from thundersync_jax.models import base
 from thundersync_jax.models.base import Model, Params
 from thundersync_jax.run import state, tasks
@@ -44,30 +46,42 @@ class WarmStart:
     history: list[tuple[float, float, float, float]]
 
 
-def demonstrations(run: Run) -> dict[str, np.ndarray]:
-    """All training demonstrations: "tokens" int32[N, T] and "weights" float32[N, T].
+class Demonstrations:
+    """The training demonstrations, each rendered when it is first used.
 
-    Weights are 1 on action tokens; T is the gradient bucket of the longest.
+    Attributes:
+      length: Tokens of a row: the gradient bucket of the longest demonstration.
     """
-    chat, rows = run.chat, []
-    for task in run.tasks.train:
-        pieces = [(chat.prompt(run.tasks.prompt(task)), 0.0)]
-        for action, observation in run.tasks.demonstrate(task):
+
+    def __init__(self, run: Run):
+        buckets = run.config.rollout.gradient_buckets
+        self.length = padding.bucket(run.demonstration_tokens, buckets)
+        self._tasks, self._chat = run.tasks, run.chat
+        self._rows: dict[int, dict[str, np.ndarray]] = {}
+
+    def __len__(self) -> int:
+        return len(self._tasks.train)
+
+    def batch(self, places: Sequence[int]) -> dict[str, np.ndarray]:
+        """ "tokens" int32[B, T] and "weights" float32[B, T], which are 1 on actions."""
+        rows = [self._row(place) for place in places]
+        return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+
+    def _row(self, place: int) -> dict[str, np.ndarray]:
+        if place not in self._rows:
+            self._rows[place] = self._rendered(self._tasks.train[place])
+        return self._rows[place]
+
+    def _rendered(self, task: Any) -> dict[str, np.ndarray]:
+        chat = self._chat
+        pieces = [(chat.prompt(self._tasks.prompt(task)), 0.0)]
+        for action, observation in self._tasks.demonstrate(task):
             pieces.append((chat.action(action), 1.0))
             if observation:
                 pieces.append((chat.observation(observation), 0.0))
         tokens = np.concatenate([ids for ids, _ in pieces]).astype(np.int32)
         weights = np.concatenate([np.full(len(i), w, np.float32) for i, w in pieces])
-        rows.append({"tokens": tokens, "weights": weights})
-    if not all(row["weights"].any() for row in rows):
-        raise ConfigError(
-            "a demonstration has no action; `demonstrate` must return at least one "
-            "(action, observation) pair for every training task"
-        )
-    longest = max(len(row["tokens"]) for row in rows)
-    length = padding.bucket(longest, run.config.rollout.gradient_buckets)
-    padded = [padding.pad(row, (length,)).tree for row in rows]
-    return {name: np.stack([row[name] for row in padded]) for name in padded[0]}
+        return padding.pad({"tokens": tokens, "weights": weights}, (self.length,)).tree
 
 
 def warm_start(run: Run, params: Params, checkpoints: Checkpoints) -> WarmStart:
@@ -90,22 +104,21 @@ def warm_start(run: Run, params: Params, checkpoints: Checkpoints) -> WarmStart:
             run.on_line(f"warm start resumed after step {start}")
     origin = time.monotonic() - facts["elapsed_secs"]
     update = supervised_update(run.model, optimizer, now)
-    data = demonstrations(run) if not facts["done"] else {}
     step = start
-    if data:
-        count, length = data["tokens"].shape
+    if not facts["done"]:
+        data = Demonstrations(run)
         run.on_line(
-            f"warm start: compiling a step of {settings.batch_size} of {count:,} "
-            f"demonstrations in {length} tokens"
+            f"warm start: compiling a step of {settings.batch_size} of {len(data):,} "
+            f"demonstrations in {data.length} tokens"
         )
     while not facts["done"]:
         rows = tasks.take(
-            range(len(run.tasks.train)),
+            range(len(data)),
             run.config.seed,
             step * settings.batch_size,
             settings.batch_size,
         )
-        now, loss = update(now, {name: x[rows] for name, x in data.items()})
+        now, loss = update(now, data.batch(rows))
         step += 1
         if step % settings.check_every_steps and step < settings.steps:
             continue
