@@ -193,7 +193,7 @@ def test_settings_exist(page):
         name, equals, _ = code.partition("=")
         group, dot, _ = name.partition(".")
         if group in GROUPS and dot and re.fullmatch(r"[\w.]+", name):
-            if not name.endswith((".py", ".jsonl")):
+            if not name.endswith((".py", ".jsonl", ".safetensors")):
                 found.append(name)
         elif equals and name in GROUPS:
             found.append(name)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 import signal
 import threading
 import time
@@ -64,13 +65,6 @@ class DyingEngine(FakeEngine):
         return responses
 
 
-def interrupt():
-    async def start():
-        raise KeyboardInterrupt("by an environment")
-
-    return start
-
-
 def broken_logbook(span):
     raise OSError("disk full")
 
@@ -80,11 +74,6 @@ def broken_logbook(span):
     [
         ({"engine": DyingEngine}, MemoryError, "step"),
         ({"on_span": lambda: broken_logbook}, OSError, "broken_logbook"),
-        (
-            {"environment": lambda: lambda m: FakeEnvironment(start=interrupt())},
-            KeyboardInterrupt,
-            "start",
-        ),
     ],
 )
 def test_death_of_a_thread_is_raised_with_its_traceback(setup, error, frame):
@@ -120,7 +109,7 @@ def test_environment_that_swallows_its_cancellation_is_left_behind():
     assert not pool._thread.is_alive()
 
 
-def test_environment_that_blocks_the_event_loop_is_named():
+def test_environment_that_blocks_the_event_loop_is_named_once(caplog):
     unblock = threading.Event()
 
     async def blocking():
@@ -130,7 +119,30 @@ def test_environment_that_blocks_the_event_loop_is_named():
         lambda m: FakeEnvironment(step=blocking if m == 2 else None), blocked_secs=0.2
     ) as pool:
         pool.start(jobs(4), 0)
-        with pytest.raises(RuntimeError, match=r"member 2, step\(\).*blocking"):
+        events = []
+        while not caplog.records:
+            events.append(pool.next_event(0.1))
+        events += [pool.next_event(1.5)]  # looked at again, and not said again
+        unblock.set()
+        events += drain(pool)
+    assert len(outcomes(events)) == 4 == len(of_kind(events, Rewarded))
+    (record,) = caplog.records
+    assert re.search(r"member 2, step\(\).*blocking", record.getMessage())
+
+
+def test_an_event_loop_that_is_blocked_beyond_the_step_deadline_ends_the_run():
+    unblock = threading.Event()
+
+    async def blocking():
+        unblock.wait(PATIENCE_SECS)
+
+    with open_pool(
+        lambda m: FakeEnvironment(step=blocking),
+        blocked_secs=0.1,
+        step_timeout_secs=0.3,
+    ) as pool:
+        pool.start(jobs(1), 0)
+        with pytest.raises(RuntimeError, match=r"member 0, step\(\).*blocking"):
             drain(pool)
         unblock.set()
 

@@ -69,6 +69,9 @@ class RolloutConfig:
     verify_timeout_secs: float = changeable(10.0)  # deadline of one verification
     step_timeout_secs: float = changeable(300.0)  # deadline of all rollouts of a step
     verify_concurrency: int = changeable(32)  # verifications running at a time
+    environments: int | None = changeable(None)  # most at a time; none: no bound
+    close_timeout_secs: float = changeable(10.0)  # deadline of an environment's close
+    blocked_secs: float = changeable(10.0)  # silence of the event loop to warn of
     attempts: int = changeable(1)  # tries of a trajectory whose environment fails
     failed_share_limit: float = changeable(0.5)  # failed members that stop the run
     mismatch_warning: float = changeable(0.1)  # nats; mean |log-ratio| to warn above
@@ -81,10 +84,12 @@ class RolloutConfig:
         sizes += ["command_timeout_secs", "trajectory_timeout_secs"]
         sizes += ["verify_timeout_secs", "step_timeout_secs"]
         sizes += ["verify_concurrency", "attempts", "mismatch_warning"]
+        sizes += ["close_timeout_secs", "blocked_secs"]
         positive(self, "rollout.", sizes)
         share(self, "rollout.", ["failed_share_limit"])
-        if self.replacement_groups is not None:
-            positive(self, "rollout.", ["replacement_groups"])
+        for name in ("replacement_groups", "environments"):
+            if getattr(self, name) is not None:
+                positive(self, "rollout.", [name])
         require(
             self.slots >= LEAST_SLOTS,
             f"rollout.slots is {self.slots}",

@@ -7,6 +7,7 @@ release rule and every order of arrival meets the same ones.
 
 import asyncio
 import dataclasses
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -23,7 +24,11 @@ _TOOL, _VERIFY = 0, 1
 
 
 class Environment(Protocol):
-    """One attempt at one task. A fresh instance serves every attempt."""
+    """One attempt at one task. A fresh instance serves every attempt.
+
+    It may also have `async def close(self) -> None`, which is awaited once, whatever
+    became of the attempt: after its verdict, its failure or its cancellation.
+    """
 
     async def start(self, task: Any) -> str:
         """Sets the task up and returns the prompt."""
@@ -140,7 +145,8 @@ class WithLatency:
 
     async def step(self, action: Action) -> Observation:
         observation = await self.environment.step(action)
-        if not observation.done:
+        # What is no observation is refused by whoever asked for one.
+        if not getattr(observation, "done", True):
             wait_secs = draw(self.tool, self.seed, self.calls, _TOOL)
             self.calls += 1
             await asyncio.sleep(wait_secs)
@@ -149,3 +155,13 @@ class WithLatency:
     async def verify(self) -> float:
         await asyncio.sleep(draw(self.latency, self.seed, 0, _VERIFY))
         return await self.environment.verify()
+
+    async def close(self) -> None:
+        await close(self.environment)
+
+
+async def close(environment: Environment) -> None:
+    """Lets an environment free what it holds, if it has a `close`."""
+    function = getattr(environment, "close", None)
+    if function is not None and inspect.isawaitable(ended := function()):
+        await ended

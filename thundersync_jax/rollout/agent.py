@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
+import logging
 import numbers
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -22,6 +23,7 @@ from thundersync_jax.chat.base import Chat
 from thundersync_jax.chat.byte_level import ByteLevel
 from thundersync_jax.config import RolloutConfig
 from thundersync_jax.engines.base import Connection, Request
+from thundersync_jax.envs import base as envs
 from thundersync_jax.envs.base import Action, Environment, Observation
 from thundersync_jax.errors import one_line
 from thundersync_jax.rollout.commands import Commands, Stopped
@@ -168,10 +170,23 @@ class Agent:
             )
         return reward
 
+    async def close(self) -> None:
+        """Closes the environment, where one was made, under a deadline of its own."""
+        environment, self._environment = self._environment, None
+        if environment is None:
+            return
+        limit_secs = self.limits.close_timeout_secs
+        try:
+            await self.commands.run(
+                lambda: envs.close(environment), limit_secs, "close()"
+            )
+        except Stopped as stopped:
+            logging.warning("%s: %s", self.key, stopped.reason)
+
     async def _play(self) -> StopReason:
         """Runs start and all turns; returns how the policy ended."""
         limits = self.limits
-        ids = self.chat.prompt(await self._start())
+        ids = self._rendered(self.chat.prompt, await self._start())
         room = limits.context_tokens - len(ids)
         if room < 1:
             raise Stopped(
@@ -201,7 +216,8 @@ class Agent:
             if turn + 1 == limits.turns:
                 return StopReason.TURN_LIMIT
             ended = action.ids[-1] in self.chat.stop_ids
-            ids = self.chat.observation(observation.text, ended)
+            text = _text(observation.text)
+            ids = self._rendered(self.chat.observation, text, ended)
             room = limits.context_tokens - self.recorder.length - len(ids)
             if room < 1:
                 return StopReason.CONTEXT_OVERFLOW
@@ -212,14 +228,22 @@ class Agent:
         self.doing = "start()"
         try:
             self._environment = self.make_environment(self.key)
-        except Exception as error:
+        except BaseException as error:  # no signal: those reach the main thread alone
             reason = f"making the environment raised {one_line(error)}"
             raise Stopped(StopReason.ENVIRONMENT_ERROR, reason) from error
         limit_secs = self.limits.command_timeout_secs
         prompt = await self._command(
             "start", limit_secs, lambda: self._environment.start(self.task)
         )
-        return _expect(prompt, str, self.doing, "the prompt's text")
+        return _text(_expect(prompt, str, self.doing, "the prompt's text"))
+
+    def _rendered(self, function: Callable[..., np.ndarray], *given: Any) -> np.ndarray:
+        """Ids of an environment's text, which may be what no chat can render."""
+        try:
+            return function(*given)
+        except Exception as error:
+            reason = f"the text of {self.doing} cannot be rendered: {one_line(error)}"
+            raise Stopped(StopReason.ENVIRONMENT_ERROR, reason) from error
 
     async def _act_once(
         self, turn: int, new_ids: np.ndarray, max_new_tokens: int
@@ -340,6 +364,11 @@ def _expect(value: Any, kind: type, command: str, expected: str) -> Any:
             f"{command} returned {_short(value)}, expected {expected}",
         )
     return value
+
+
+def _text(text: str) -> str:
+    """The text itself: a subclass may do as it likes where it is encoded."""
+    return str.__str__(text)
 
 
 def _finite(verdict: Any) -> float | None:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import dataclasses
 import inspect
+import logging
 import sys
 import threading
 import time
@@ -67,8 +68,8 @@ class Commands:
             )
         if task.cancelled():
             raise Stopped(StopReason.ENVIRONMENT_ERROR, f"{name} cancelled itself")
-        error = task.exception()
-        if isinstance(error, Exception):
+        if (error := task.exception()) is not None:
+            error = error.__cause__ if isinstance(error, _Exit) else error
             reason = f"{name} raised {one_line(error)}"
             raise Stopped(StopReason.ENVIRONMENT_ERROR, reason) from error
         return task.result()
@@ -89,24 +90,40 @@ class Commands:
             task.exception()
 
 
+def new_loop() -> asyncio.AbstractEventLoop:
+    """An event loop that no task of its own can stop."""
+    loop = asyncio.new_event_loop()
+    stop = loop.stop
+
+    def stop_from_outside() -> None:
+        if asyncio.current_task(loop) is not None:
+            raise RuntimeError("the event loop is not this attempt's alone to stop")
+        stop()
+
+    loop.stop = stop_from_outside
+    return loop
+
+
 @dataclasses.dataclass(eq=False)
 class LoopWatch:
     """Looks after one loop, which runs in `thread`; `look` belongs to one thread."""
 
     loop: asyncio.AbstractEventLoop
     thread: threading.Thread
-    blocked_secs: float  # silence of the loop after which it counts as blocked
+    blocked_secs: float  # silence of the loop after which it is said who blocks it
+    limit_secs: float  # silence of the loop after which nothing more is expected of it
 
     def __post_init__(self):
+        self._said: set[str] = set()
         self._pinged_secs = 0.0
         self._answered = threading.Event()
         self._answered.set()
 
     def look(self) -> None:
-        """Asks, or checks for the answer.
+        """Asks, or checks for the answer; every culprit is named once.
 
         Raises:
-          RuntimeError: The loop has been silent for too long.
+          RuntimeError: The loop has been silent for `limit_secs`.
         """
         now = time.monotonic()
         if self._answered.is_set():
@@ -119,11 +136,17 @@ class LoopWatch:
             return
         # Not at once: this whole process may have been suspended.
         if not self._answered.wait(_LAST_CHANCE_SECS):
-            raise RuntimeError(
-                f"the event loop has not turned for {self.blocked_secs:g} s: "
-                f"{self._culprit()}. Environments must await; move blocking calls into "
-                "asyncio.to_thread."
+            silent_secs = time.monotonic() - self._pinged_secs
+            culprit = self._culprit()
+            message = (
+                f"the event loop has not turned for {silent_secs:.1f} s: {culprit}. "
+                "Environments must await; move blocking calls into asyncio.to_thread."
             )
+            if silent_secs > self.limit_secs:
+                raise RuntimeError(message)
+            if culprit not in self._said:
+                self._said.add(culprit)
+                logging.warning("%s", message)
 
     def _culprit(self) -> str:
         frame = sys._current_frames().get(self.thread.ident)
@@ -155,8 +178,15 @@ def end_tasks(loop: asyncio.AbstractEventLoop, grace_secs: float) -> None:
             tasks = {task for task in tasks if not task.done()}
 
 
+class _Exit(Exception):
+    """What an environment raised and asyncio would raise out of its loop."""
+
+
 async def _awaited(function: Callable[[], Awaitable[Any]]) -> Any:
-    return await function()
+    try:
+        return await function()
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise _Exit from error
 
 
 def _begun(task: asyncio.Task) -> bool:

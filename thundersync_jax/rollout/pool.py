@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import logging
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence, Set
@@ -25,6 +26,7 @@ from thundersync_jax.chat.byte_level import ByteLevel
 from thundersync_jax.config import RolloutConfig
 from thundersync_jax.engines.base import Engine, RemoteEngine, connect
 from thundersync_jax.envs.base import Environment
+from thundersync_jax.errors import one_line
 from thundersync_jax.rollout import commands
 from thundersync_jax.rollout.agent import PHASES, WAITING, Agent
 from thundersync_jax.rollout.events import Completed, Event, Failed, Job, Rewarded
@@ -67,7 +69,7 @@ class RolloutPool:
         seed: int,
         on_span: Callable[[Span], None] | None = None,
         *,
-        blocked_secs: float = 10.0,
+        blocked_secs: float | None = None,
         make_teacher: MakeTeacher | None = None,
         chat: Chat = _BYTE_LEVEL,
     ):
@@ -79,8 +81,8 @@ class RolloutPool:
           limits: Slots, turns, deadlines and attempts.
           seed: Seed of the run, the first word of every sampling seed.
           on_span: Called with every decode, tool and verify bar.
-          blocked_secs: Seconds without a turn of the event loop after which some
-            environment is taken to block it instead of awaiting: an error.
+          blocked_secs: Seconds without a turn of the event loop after which it is said
+            which environment blocks it; None for `limits.blocked_secs`.
           make_teacher: Makes the teacher of training members from the event loop and a
             function to call with what it died of; the pool closes it.
           chat: Turns text into ids and back.
@@ -109,16 +111,22 @@ class RolloutPool:
         self._open: dict[TrajectoryKey, Member] = {}
         self._deadline: asyncio.TimerHandle | None = None
         self._ended: tuple[StopReason, str] | None = None  # the batch, and by what
+        self._tasks: set[asyncio.Task] = set()  # of members
+        self._closing: set[asyncio.Task] = set()  # of environments
         self._slots = asyncio.Semaphore(limits.slots)
+        self._environments = asyncio.Semaphore(limits.environments or sys.maxsize)
         self._verifiers = asyncio.Semaphore(limits.verify_concurrency)
         self._commands = commands.Commands()
-        self._loop = asyncio.new_event_loop()
+        self._loop = commands.new_loop()
         self._loop.set_exception_handler(self._report)
         self._teacher = make_teacher(self._loop, self._die) if make_teacher else None
         self._driver = connect(engine, self._loop, self._die)
         run = self._run_loop
         self._thread = threading.Thread(target=run, daemon=True, name="rollouts")
-        self._watch = commands.LoopWatch(self._loop, self._thread, blocked_secs)
+        blocked_secs = limits.blocked_secs if blocked_secs is None else blocked_secs
+        self._watch = commands.LoopWatch(
+            self._loop, self._thread, blocked_secs, limits.step_timeout_secs
+        )
         self._thread.start()
 
     @property
@@ -179,7 +187,7 @@ class RolloutPool:
 
         Raises:
           BaseException: What a thread of the pool died of, with its own traceback.
-          RuntimeError: An environment blocks the event loop.
+          RuntimeError: An environment blocks the event loop beyond the step deadline.
         """
         self._raise_if_dead()
         end = time.monotonic() + timeout_secs
@@ -235,7 +243,7 @@ class RolloutPool:
         ended = {"engine": self._driver.close(_CLOSE_SECS)}
         if self._teacher is not None:
             ended["teacher"] = self._teacher.close(_CLOSE_SECS)
-        self._thread.join(_CLOSE_SECS)
+        self._thread.join(_CLOSE_SECS + self._limits.close_timeout_secs)
         ended["rollouts"] = not self._thread.is_alive()
         for name, gone in ended.items():
             if not gone:
@@ -251,14 +259,30 @@ class RolloutPool:
 
     def _run_loop(self) -> None:
         try:
-            self._loop.run_forever()
-            if not self._closed:
-                self._die(RuntimeError("an environment stopped the event loop"))
+            while not self._closed:
+                try:
+                    self._loop.run_forever()
+                except (SystemExit, KeyboardInterrupt) as error:
+                    # Of a task that an environment began and did not wait for.
+                    logging.warning("an environment raised %s", one_line(error))
         except BaseException as error:
             self._die(error)
         finally:
+            self._end_attempts()
             commands.end_tasks(self._loop, commands.GRACE_SECS)
             self._loop.close()
+
+    def _end_attempts(self) -> None:
+        """Cancels all members, and waits until their environments are closed."""
+        for task in self._tasks:
+            task.cancel()
+        limit_secs = self._limits.close_timeout_secs + commands.GRACE_SECS
+        end = time.monotonic() + limit_secs
+        while (left := self._tasks | self._closing) and time.monotonic() < end:
+            with contextlib.suppress(BaseException):
+                first = asyncio.FIRST_COMPLETED
+                some = asyncio.wait(left, timeout=limit_secs, return_when=first)
+                self._loop.run_until_complete(some)
 
     def _begin(self, members: dict[TrajectoryKey, Member]) -> None:
         if self._deadline is not None:
@@ -279,34 +303,58 @@ class RolloutPool:
                 self._fail(member, stop_reason, f"{reason} before it was added")
                 continue
             member.task = self._loop.create_task(self._run(member), name=str(key))
+            self._tasks.add(member.task)
             member.task.add_done_callback(self._look)
 
     async def _run(self, member: Member) -> None:
         """Takes one member from its first attempt to its outcome."""
-        attempts = self._limits.attempts
+        attempts, ended = self._limits.attempts, False
         for attempt in range(attempts):
+            await self._environments.acquire()  # until this one is closed
             member.agent = agent = self._agent(member, attempt)
             try:
-                async with self._slots:
-                    trajectory = await agent.act()
-                # Outside the slots, as the verdict: a teacher holds up no decoding.
-                trajectory = await agent.scored(trajectory)
-                break
-            except commands.Stopped as stopped:
-                if attempt + 1 == attempts or stopped.stop_reason not in RETRIED:
-                    self._fail(member, stopped.stop_reason, stopped.reason)
-                    return
+                ended = await self._attempt(member, agent, attempt + 1 == attempts)
+            finally:
+                await asyncio.shield(self._close(agent))
+            if ended:
+                return
+
+    async def _attempt(self, member: Member, agent: Agent, last: bool) -> bool:
+        """Takes one attempt to its outcome; False where another one is to follow."""
+        try:
+            async with self._slots:
+                trajectory = await agent.act()
+            # Outside the slots, as the verdict: a teacher holds up no decoding.
+            trajectory = await agent.scored(trajectory)
+        except commands.Stopped as stopped:
+            if not last and stopped.stop_reason in RETRIED:
+                return False
+            self._fail(member, stopped.stop_reason, stopped.reason)
+            return True
         self._tell(member, Completed(agent.key, trajectory))
         try:
             async with self._verifiers:
                 reward = await agent.verify()
         except commands.Stopped as stopped:
             self._fail(member, stopped.stop_reason, stopped.reason)
-            return
+            return True
         trajectory = dataclasses.replace(
             trajectory, reward=reward, times=dict(agent.times)
         )
         self._tell(member, Rewarded(agent.key, reward, trajectory))
+        return True
+
+    def _close(self, agent: Agent) -> asyncio.Task:
+        """Closes an attempt's environment, whoever waits for it."""
+
+        def closed(closing: asyncio.Task) -> None:
+            self._closing.discard(closing)
+            self._environments.release()
+
+        closing = self._loop.create_task(agent.close(), name=str(agent.key))
+        self._closing.add(closing)
+        closing.add_done_callback(closed)
+        return closing
 
     def _agent(self, member: Member, attempt: int) -> Agent:
         key = member.job.key._replace(attempt=attempt)
@@ -354,6 +402,7 @@ class RolloutPool:
             self._fail(member, stop_reason, f"{reason} during {doing}")
 
     def _look(self, task: asyncio.Task) -> None:
+        self._tasks.discard(task)
         # Failures are values; whatever else ends a member is a fault of the run.
         if not task.cancelled() and (error := task.exception()) is not None:
             self._die(error)
@@ -366,11 +415,6 @@ class RolloutPool:
     # In any thread.
 
     def _die(self, error: BaseException) -> None:
-        if isinstance(error, SystemExit):
-            # Raised again as it is, it would end the run as if all were well.
-            called = RuntimeError(f"an environment called sys.exit({error.code!r})")
-            called.__cause__ = error
-            error = called
         if self._error is None:
             self._error = error
         self._events.put(None)

@@ -1,0 +1,259 @@
+"""The life of an attempt: what an environment may raise, and how it is closed."""
+
+import asyncio
+import contextlib
+import random
+import time
+
+import pytest
+from attempt_stress import Counted, stress
+from rollout_fakes import (
+    FakeEnvironment,
+    after,
+    drain,
+    jobs,
+    never,
+    of_kind,
+    open_pool,
+    outcomes,
+    refuse,
+    roll,
+)
+
+from thundersync_jax.config import LatencyConfig
+from thundersync_jax.envs.base import WithLatency
+from thundersync_jax.rollout.pool import Failed, Rewarded
+from thundersync_jax.types import StopReason
+
+
+class Ended(BaseException):
+    pass
+
+
+ERRORS = {
+    "SystemExit: None": SystemExit(None),
+    "SystemExit: 3": SystemExit(3),
+    "KeyboardInterrupt: typed": KeyboardInterrupt("typed"),
+    "GeneratorExit": GeneratorExit(),
+    "Ended: by itself": Ended("by itself"),
+    "ExceptionGroup: two (1 sub-exception)": ExceptionGroup("two", [ValueError()]),
+    "RuntimeError: ordinary": RuntimeError("ordinary"),
+}
+
+
+def raising(error, place):
+    """An environment that raises in one of its moves."""
+
+    async def raise_():
+        raise error
+
+    class Environment(FakeEnvironment):
+        def __init__(self):
+            if place == "making the environment":
+                raise error
+            moves = {
+                "start()": "start",
+                "step() of turn 0": "step",
+                "verify()": "reward",
+            }
+            move = moves.get(place)
+            super().__init__(**({move: raise_} if move else {}))
+
+    return Environment()
+
+
+@pytest.mark.parametrize(
+    "place", ["making the environment", "start()", "step() of turn 0", "verify()"]
+)
+@pytest.mark.parametrize("text", ERRORS)
+def test_whatever_an_environment_raises_fails_its_attempt_alone(text, place):
+    with open_pool(
+        lambda m: raising(ERRORS[text], place) if m == 3 else FakeEnvironment()
+    ) as pool:
+        for step in range(2):  # and the pool lives on
+            found = outcomes(roll(pool, 8, step=step))
+            failed = found.pop(3)
+            assert all(isinstance(event, Rewarded) for event in found.values())
+            assert failed.stop_reason is StopReason.ENVIRONMENT_ERROR
+            assert failed.reason.startswith(f"{place} raised ")
+            assert text.partition(":")[0] in failed.reason
+
+
+def test_exit_in_a_thread_of_an_environment_fails_its_attempt_alone():
+    async def verify():
+        await asyncio.to_thread(exec, "raise SystemExit")
+
+    with open_pool(lambda m: FakeEnvironment(reward=verify if m else 1.0)) as pool:
+        found = outcomes(roll(pool, 2))
+    assert isinstance(found[0], Rewarded)
+    assert found[1].reason == "verify() raised SystemExit"
+
+
+def test_exit_in_a_task_that_nobody_awaits_leaves_the_others_alone(caplog):
+    async def leave():
+        raise SystemExit(4)
+
+    async def step():
+        asyncio.get_running_loop().orphan = asyncio.ensure_future(leave())
+        await asyncio.sleep(0.05)
+
+    with open_pool(lambda m: FakeEnvironment(step=step)) as pool:
+        assert len(of_kind(roll(pool, 4), Rewarded)) == 4
+    assert "an environment raised SystemExit: 4" in caplog.text
+
+
+def test_an_environment_that_stops_the_event_loop_fails_alone():
+    async def stop():
+        asyncio.get_running_loop().stop()
+
+    async def stop_soon():
+        asyncio.get_running_loop().call_soon(asyncio.get_running_loop().stop)
+        await asyncio.sleep(0.01)
+
+    with open_pool(
+        lambda m: FakeEnvironment(step={0: stop, 1: stop_soon}.get(m))
+    ) as pool:
+        found = outcomes(roll(pool, 4))
+        failed = found.pop(0)
+        assert failed.reason.startswith("step() of turn 0 raised RuntimeError")
+        assert len(of_kind(found.values(), Rewarded)) == 3
+
+
+class Unencodable(str):
+    def encode(self, *arguments, **named):
+        raise SystemError("no bytes of it")
+
+
+def test_a_text_with_methods_of_its_own_is_the_text():
+    with open_pool(
+        lambda m: FakeEnvironment(prompt=Unencodable("1+1"), reply=Unencodable("2"))
+    ) as pool:
+        (rewarded,) = of_kind(roll(pool, 1), Rewarded)
+    assert rewarded.reward == 1.0
+
+
+def test_text_that_the_chat_refuses_fails_that_attempt(monkeypatch):
+    with open_pool(lambda m: FakeEnvironment(prompt=f"prompt {m}")) as pool:
+        byte_level = pool._chat
+
+        class Refusing:
+            def prompt(self, text):
+                assert text != "prompt 1", "unspeakable"
+                return byte_level.prompt(text)
+
+            def __getattr__(self, name):
+                return getattr(byte_level, name)
+
+        pool._chat = Refusing()
+        found = outcomes(roll(pool, 3))
+    assert found[1].stop_reason is StopReason.ENVIRONMENT_ERROR
+    assert "the text of start() cannot be rendered: AssertionError" in found[1].reason
+    assert isinstance(found[0], Rewarded) and isinstance(found[2], Rewarded)
+
+
+def test_what_is_no_observation_is_said_behind_drawn_latencies():
+    class Silent(FakeEnvironment):
+        async def step(self, action):
+            return None
+
+    none = LatencyConfig()
+    with open_pool(lambda m: WithLatency(Silent(), none, none, (0, m))) as pool:
+        (failed,) = of_kind(roll(pool, 1), Failed)
+    assert failed.reason == "step() of turn 0 returned None, expected an Observation"
+
+
+@pytest.fixture
+def counted():
+    class Environment(Counted):
+        pass
+
+    return Environment
+
+
+@pytest.mark.parametrize(
+    ("moves", "limits"),
+    [
+        ({}, {}),
+        ({"start": refuse}, {}),
+        ({"step": refuse}, {"attempts": 3}),
+        ({"reward": refuse}, {}),
+        ({"reward": float("nan")}, {}),
+        ({"step": never}, {"command_timeout_secs": 0.05}),
+        ({"step": never}, {"trajectory_timeout_secs": 0.05}),
+        ({"step": never}, {"step_timeout_secs": 0.2}),
+        ({"start": never}, {"step_timeout_secs": 0.2}),
+        ({"reward": never}, {"step_timeout_secs": 0.2}),
+        ({"prompt": "x" * 100}, {}),
+        ({"close": after(0.1, None)}, {}),
+    ],
+)
+def test_every_environment_is_closed_once_however_it_ends(counted, moves, limits):
+    none = LatencyConfig()
+    with open_pool(
+        lambda m: WithLatency(counted(**moves), none, none, (0, m)), **limits
+    ) as pool:
+        assert len(outcomes(roll(pool, 4))) == 4
+    expected = 4 * limits.get("attempts", 1)
+    assert (counted.made, counted.closed, counted.alive) == (expected, expected, 0)
+
+
+@pytest.mark.parametrize("how", ["cancel", "close", "error"])
+def test_environments_are_closed_where_the_batch_or_the_pool_ends(counted, how):
+    """Also in the middle of closing, which takes its time."""
+    moves = {"step": never, "close": after(0.1, None)}
+    ended = contextlib.suppress(ZeroDivisionError)
+    with ended, open_pool(lambda m: counted(**(moves if m % 2 else {}))) as pool:
+        pool.start(jobs(8), 0)
+        while counted.made < 8:
+            time.sleep(0.001)
+        if how == "cancel":
+            pool.cancel()
+            drain(pool)
+        if how == "error":
+            raise ZeroDivisionError
+    assert (counted.made, counted.closed, counted.alive) == (8, 8, 0)
+
+
+def test_a_close_that_fails_or_hangs_is_said_and_left_behind(counted, caplog):
+    with open_pool(
+        lambda m: counted(close={0: refuse, 1: never}.get(m)), close_timeout_secs=0.1
+    ) as pool:
+        assert len(of_kind(roll(pool, 3), Rewarded)) == 3
+        assert len(of_kind(roll(pool, 1, step=1), Rewarded)) == 1
+    assert "member 0: close() raised ConnectionError: refused" in caplog.text
+    assert "member 1: close() was stopped at its deadline of 0.1 s" in caplog.text
+
+
+def test_no_more_environments_are_alive_than_allowed(counted):
+    """Held until `close` returns, apart from slots; attempts are new environments."""
+    held = after(0.01, None)
+    with open_pool(
+        lambda m: counted(step=refuse if m % 3 == 0 else held, close=held),
+        slots=8,
+        environments=3,
+        attempts=2,
+    ) as pool:
+        assert len(outcomes(roll(pool, 20))) == 20
+    assert counted.most == 3 and counted.alive == 0
+    assert counted.made == counted.closed == 20 + 7
+
+
+def test_random_ends(counted):
+    """Faults, deadlines and cancellations at random moments; a bound on those alive."""
+    stress(counted, random.Random(0), batches=6, members=24)
+
+
+def test_a_place_is_kept_until_close_returns_whatever_is_cancelled(counted):
+    """A failed attempt is closing, and another one is to follow, at the cancellation."""
+    with open_pool(
+        lambda m: counted(step=refuse, close=after(0.1, None)),
+        environments=2,
+        attempts=2,
+    ) as pool:
+        pool.start(jobs(6), 0)
+        while not counted.closing:
+            time.sleep(0.001)
+        pool.cancel()
+        drain(pool)
+        roll(pool, 4, step=1)
+    assert counted.most == 2 and counted.made == counted.closed
