@@ -244,12 +244,9 @@ def test_random_ends(counted):
 
 
 def test_a_place_is_kept_until_close_returns_whatever_is_cancelled(counted):
-    """A failed attempt is closing, and another one is to follow, at the cancellation."""
-    with open_pool(
-        lambda m: counted(step=refuse, close=after(0.1, None)),
-        environments=2,
-        attempts=2,
-    ) as pool:
+    """A failed attempt is closing, and another would follow, at the cancellation."""
+    moves = {"step": refuse, "close": after(0.1, None)}
+    with open_pool(lambda m: counted(**moves), environments=2, attempts=2) as pool:
         pool.start(jobs(6), 0)
         while not counted.closing:
             time.sleep(0.001)
