@@ -77,6 +77,7 @@ def evaluate(
             )
         step, params = placement.policy(workdir, run.initial_params(), step)
         run.publish(params, step)
+        run.artefacts.begin(f"evaluated_{step:06d}")
         evaluation = heldout(run, step, questions, samples, temperature=temperature)
     stops = stop_metrics(evaluation.stop_reasons)
     result = {
@@ -87,6 +88,7 @@ def evaluate(
         "success": evaluation.success,
         "interval": list(evaluation.interval),
         "reward": evaluation.reward,
+        "parts": evaluation.parts,
         "pass_at": {str(k): evaluation.pass_at(k) for k in _draws(samples)},
         "turns_mean": _mean([t.turns for t in evaluation.trajectories]),
         "action_tokens_mean": _mean([t.action_tokens for t in evaluation.trajectories]),

@@ -149,6 +149,8 @@ def _show_text(display: Display, record: Record) -> None:
     display.sample(
         record.trajectory, record.advantage, lines=None, pieces=record.pieces
     )
+    if record.trajectory.log:
+        display.log(record.trajectory.log)
 
 
 def _by_group(records: Sequence[Record]) -> dict[int, list[Record]]:
@@ -228,6 +230,8 @@ def _facts(record: Record) -> dict[str, Any]:
         "attempt": trajectory.key.attempt,
         "policy_version": trajectory.policy_version,
         "reward": trajectory.reward,
+        "parts": trajectory.parts,
+        "log": trajectory.log,
         "advantage": record.advantage,
         "turns": trajectory.turns,
         "tokens": len(trajectory.ids),

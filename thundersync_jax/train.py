@@ -159,6 +159,7 @@ class _Loop:
     def step(self, step: int) -> dict[str, float]:
         """Rollouts, gradient, update and publication; returns their metrics."""
         run, display, progress = self._run, self._display, self._progress
+        run.artefacts.begin(f"step_{step:06d}")
         with display.live(progress.title):
             jobs = run.train_jobs(step)
             counts = progress.begin(len(jobs), time.monotonic())
@@ -172,7 +173,17 @@ class _Loop:
             progress.end(counts)
         counted = [t for t in done.trajectories if t.key[1:3] in done.advantages]
         run.track_baselines(counted)
-        write_rollouts(run.workdir, step, done.trajectories, done.advantages, run.chat)
+        kept = run.config.metrics
+        if kept.rollouts != "off":
+            write_rollouts(
+                run.workdir,
+                step,
+                done.trajectories,
+                done.advantages,
+                run.chat,
+                kept.rollouts == "gzip",
+                kept.rollout_bytes,
+            )
         spans = run.timeline.spans(since=done.start_secs)
         timing = step_timing(spans, done.start_secs, end, run.config.mesh.replica)
         row = steps.step_metrics(run.config, done, timing, sampled_by, clipped)
@@ -195,6 +206,7 @@ class _Loop:
     def evaluate(self, step: int, label: str) -> dict[str, float]:
         """Held-out questions, one of them shown; returns their metrics."""
         settings, run = self._run.config.evaluation, self._run
+        run.artefacts.begin(f"heldout_{step:06d}")
         evaluation = heldout(run, self.version, settings.questions, settings.samples)
         self._display.evaluation(label, evaluation)
         if answers := evaluation.trajectories:
@@ -206,6 +218,7 @@ class _Loop:
             "heldout_success_low": low,
             "heldout_success_high": high,
             "heldout_reward": evaluation.reward,
+            **{f"heldout_reward_{name}": x for name, x in evaluation.parts.items()},
         }
 
     def facts(self, elapsed_secs: float) -> dict[str, Any]:

@@ -6,6 +6,7 @@ Plain numpy and strings, so that records cross threads and processes. No jax.
 import dataclasses
 import enum
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -111,6 +112,8 @@ class Trajectory:
         and 1 elsewhere; None where the environment gave neither weight nor credit.
       turn_credits: float32[T], v of `Observation.credit` and 0; None likewise.
       teacher: A teacher's scores; None where nothing was scored.
+      parts: Of the verdict, numbers by name.
+      log: Of the verdict, text for people.
     """
 
     key: TrajectoryKey
@@ -126,6 +129,8 @@ class Trajectory:
     turn_weights: np.ndarray | None = None
     turn_credits: np.ndarray | None = None
     teacher: TeacherScores | None = None
+    parts: dict[str, float] = dataclasses.field(default_factory=dict)
+    log: str = ""
 
     def __post_init__(self):
         lengths = len(self.ids), len(self.loss_mask), len(self.logprobs)
@@ -214,3 +219,21 @@ class Observation:
     done: bool = False
     credit: float = 0.0
     weight: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What `verify` found, where a number alone does not say it.
+
+    Attributes:
+      reward: What training sees.
+      parts: What it consists of, or goes with: numbers by name, of which metrics are
+        the means.
+      log: What people want to read, such as the output of a test.
+      artefacts: Files to keep, by name: their content, or where they are now.
+    """
+
+    reward: float
+    parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    log: str = ""
+    artefacts: Mapping[str, bytes | Path] = dataclasses.field(default_factory=dict)

@@ -314,12 +314,18 @@ class CheckpointConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MetricsConfig:
-    """Who is told a step's metrics, beside metrics.jsonl."""
+    """What is kept of a step, and who is told its metrics beside metrics.jsonl."""
 
     sinks: tuple[str, ...] = changeable(("tensorboard",))  # wandb; module:function
+    rollouts: Literal["text", "gzip", "off"] = changeable("text")  # as files; off
+    rollout_bytes: int | None = changeable(None)  # of all such files; the oldest go
+    artefact_bytes: int = changeable(100_000_000)  # of a step's artefacts, compressed
 
     def __post_init__(self):
         check_types(self, "metrics.")
+        at_least_zero(self, "metrics.", ["artefact_bytes"])
+        if self.rollout_bytes is not None:
+            positive(self, "metrics.", ["rollout_bytes"])
         for name in self.sinks:
             if name not in ("tensorboard", "wandb"):
                 dotted.check("metrics.sinks", name)

@@ -104,27 +104,27 @@ def check_claim(workdir: str | os.PathLike, config: Config) -> list[Change]:
 
 def check_tasks(
     workdir: str | os.PathLike, tasks: Mapping[str, Any], accepted: str | None
-) -> str | None:
+) -> list[str]:
     """Refuses other tasks than those that a work directory was claimed for.
 
     `tasks` describes them ("sha256", "prompts_sha256", numbers "train" and "heldout").
     `accepted` is the beginning of the sha256 of those that may be others, or "any";
-    returns a line where they are. A directory that says nothing of tasks takes all.
+    returns a line on it where they are. A directory without a hash takes all.
 
     Raises:
       ConfigError: They are others; the line has both hashes and the way out.
     """
     path = Path(workdir) / _TASKS_FILE
     if not path.exists():
-        return None
+        return []
     way_out = "Delete it and the run goes on with the tasks of now."
     needs = ("sha256", "prompts_sha256", "train", "heldout")
     saved = _read(path, "fingerprint of tasks", way_out, needs, number="train")
     if saved["sha256"] == tasks["sha256"]:
-        return None
+        return []
     before, now = saved["sha256"][:12], tasks["sha256"][:12]
     if accepted == "any" or (accepted and tasks["sha256"].startswith(accepted)):
-        return f"tasks: {before} -> {now}"
+        return [f"tasks: {before} -> {now}"]
     counted = "{train} for training and {heldout} held out".format
     alike = saved["prompts_sha256"] == tasks["prompts_sha256"]
     remark = ", their prompts are the same" * alike

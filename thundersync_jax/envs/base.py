@@ -9,7 +9,11 @@ import asyncio
 import dataclasses
 import inspect
 import math
+import numbers
+import os
+import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import PurePosixPath
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,10 +21,11 @@ import numpy as np
 from thundersync_jax.config import LatencyConfig, dotted
 from thundersync_jax.envs import fingerprint
 from thundersync_jax.errors import ConfigError
-from thundersync_jax.types import Action, Observation
+from thundersync_jax.types import LARGEST_REWARD, Action, Observation, Verdict
 
 # Last seed word: a tool call and the verification of one attempt draw apart.
 _TOOL, _VERIFY = 0, 1
+_LOG_CHARACTERS = 100_000  # of a verdict; what is longer loses its middle
 
 
 class Environment(Protocol):
@@ -36,7 +41,7 @@ class Environment(Protocol):
     async def step(self, action: Action) -> Observation:
         """Runs one action (a tool call, an answer)."""
 
-    async def verify(self) -> float:
+    async def verify(self) -> float | Verdict:
         """Scores the attempt once it has ended; its own phase and deadline."""
 
 
@@ -108,6 +113,70 @@ def check_split(
         )
 
 
+def finite(verdict: Any) -> float | None:
+    """A number that a reward may be, or None where it is none (bool of numpy is)."""
+    if not isinstance(verdict, numbers.Real | np.bool_):
+        return None
+    try:
+        reward = float(verdict)
+    except OverflowError:
+        return None
+    return reward if abs(reward) < LARGEST_REWARD else None
+
+
+def judged(given: Any) -> Verdict | str:
+    """What `verify` returned as a verdict, or what is wrong with it."""
+    verdict = given if isinstance(given, Verdict) else Verdict(given)
+    reward, parts, names = finite(verdict.reward), verdict.parts, verdict.artefacts
+    if reward is None:
+        return f"verify() returned {short(given)}, expected a finite number"
+    if not isinstance(parts, Mapping) or not isinstance(names, Mapping):
+        return f"verify() returned {short(given)}, expected parts and artefacts by name"
+    for name, value in parts.items():
+        if finite(value) is None or not _is_part(name):
+            return (
+                f"verify() gave the part {short(name)} as {short(value)}, expected a "
+                "finite number under a name of letters, digits, '_', '-', '.' and '/' "
+                "other than 'mean'"
+            )
+    for name, value in names.items():
+        if not _is_place(name) or not isinstance(value, bytes | os.PathLike):
+            return (
+                f"verify() gave the artefact {short(name)} as {short(value)}, "
+                "expected bytes or a path under a name inside its folder"
+            )
+    if not isinstance(verdict.log, str):
+        return f"verify() gave the log {short(verdict.log)}, expected text"
+    log = verdict.log
+    if (left_out := len(log) - _LOG_CHARACTERS) > 0:
+        half = _LOG_CHARACTERS // 2
+        log = f"{log[:half]}\n... {left_out} characters are left out ...\n{log[-half:]}"
+    parts = {name: finite(value) for name, value in parts.items()}
+    return Verdict(reward, parts, log, dict(names))
+
+
+def _is_part(name: Any) -> bool:
+    """Whether `reward_NAME` can be the name of a metric, and of no other."""
+    return (
+        isinstance(name, str)
+        and re.fullmatch(r"[\w./-]+", name) is not None
+        and name != "mean"
+    )
+
+
+def _is_place(name: Any) -> bool:
+    """Whether a name is one of a file inside a folder."""
+    if not isinstance(name, str) or "\0" in name:
+        return False
+    parts = PurePosixPath(name).parts
+    return bool(parts) and not name.startswith("/") and ".." not in parts
+
+
+def short(value: Any) -> str:
+    """A value as a message shows it."""
+    return " ".join(repr(value).split())[:80]
+
+
 def draw(latency: LatencyConfig, attempt: Sequence[int], *call: int) -> float:
     """Returns seconds: 0, the median, or median · exp(sigma · z) with z ~ N(0, 1).
 
@@ -125,6 +194,13 @@ def draw(latency: LatencyConfig, attempt: Sequence[int], *call: int) -> float:
         return latency.median_secs
     normal = np.random.default_rng([*attempt, *call]).standard_normal()
     return float(latency.median_secs * math.exp(latency.sigma * normal))
+
+
+def scaled(latency: LatencyConfig, factor: float) -> LatencyConfig:
+    """The latency with its median times a factor, where it is lognormal."""
+    if latency.kind != "lognormal":
+        return latency
+    return dataclasses.replace(latency, median_secs=factor * latency.median_secs)
 
 
 @dataclasses.dataclass
@@ -152,7 +228,7 @@ class WithLatency:
             await asyncio.sleep(wait_secs)
         return observation
 
-    async def verify(self) -> float:
+    async def verify(self) -> float | Verdict:
         await asyncio.sleep(draw(self.latency, self.seed, 0, _VERIFY))
         return await self.environment.verify()
 

@@ -18,7 +18,7 @@ import numpy as np
 from thundersync_jax.config import Config
 from thundersync_jax.measure.live import released_secs
 from thundersync_jax.metrics.learner_clock import Ran
-from thundersync_jax.metrics.records import known_mean, stop_metrics
+from thundersync_jax.metrics.records import known_mean, part_means, stop_metrics
 from thundersync_jax.metrics.timing import StepTiming, predicted_step_secs
 from thundersync_jax.ops.losses import percentile
 from thundersync_jax.run import state
@@ -60,6 +60,8 @@ def step_metrics(
     if rewards or config.loss.advantage != "none":  # without rewards in the loss
         known["reward_mean"] = known_mean(rewards).mean  # verdicts may be missing
         known["success_share"] = _mean([r == 1.0 for r in rewards])
+    for name, mean in part_means(trajectories).items():
+        known[f"reward_{name}"] = mean
     if step.teacher_tokens:
         tokens = sum(len(t.ids) for t in trajectories)
         share = step.teacher_tokens / max(tokens, 1)

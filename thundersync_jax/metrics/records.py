@@ -1,11 +1,13 @@
-"""A step's trajectories as a file that people and programs read.
+"""What is kept of a step: its trajectories as a file, and artefacts of their verdicts.
 
-`rollouts/step_000012.jsonl` has one JSON object per line, in (group, member) order:
+`rollouts/step_000012.jsonl`, or the same compressed as `.jsonl.gz`, has one JSON object
+per line, in (group, member) order:
 
     step, group, member, attempt, phase   its key
     policy_version                        optimizer updates behind its sampler
     stop_reason, reason                   why it ended; a line of text where it failed
     reward, advantage                     numbers, or null where there is none
+    parts, log                            of the verdict: numbers by name, and text
     turns                                 number of actions
     times                                 seconds on the run's monotonic clock, by name
     text                                  the ids as text, to look at only
@@ -17,15 +19,21 @@
                                           none
 """
 
+import contextlib
 import dataclasses
+import gzip
+import io
 import itertools
 import json
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import shutil
+import threading
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
@@ -38,7 +46,11 @@ from thundersync_jax.types import StopReason, Trajectory, TrajectoryKey
 FOLDER = "rollouts"
 _BYTE_LEVEL = ByteLevel()
 _TRUNCATED = (StopReason.LENGTH, StopReason.TURN_LIMIT, StopReason.CONTEXT_OVERFLOW)
-_FILE = re.compile(r"step_(\d+)\.jsonl")
+_FILE = re.compile(r"step_(\d+)\.jsonl(\.gz)?")
+_GZIP = ".gz"  # ending of what is compressed
+_LEVEL = 6  # of compression: text of numbers becomes a quarter
+ARTEFACTS_FOLDER = "artefacts"
+_BLOCK_BYTES = 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +103,15 @@ def known_mean(values: Iterable[float | None]) -> KnownMean:
     return KnownMean(mean, len(known), len(values))
 
 
+def part_means(trajectories: Iterable[Trajectory]) -> dict[str, float]:
+    """The mean of every part of verdicts, over the trajectories that have it."""
+    values: dict[str, list[float]] = {}
+    for trajectory in trajectories:
+        for name, value in trajectory.parts.items():
+            values.setdefault(name, []).append(value)
+    return {name: known_mean(values[name]).mean for name in sorted(values)}
+
+
 def stop_metrics(counts: Mapping[str, int]) -> dict[str, float]:
     """`stop_<reason>` for every reason, and `truncated_share`, those that were cut off.
 
@@ -103,8 +124,10 @@ def stop_metrics(counts: Mapping[str, int]) -> dict[str, float]:
 
 
 def rollouts_path(workdir: str | os.PathLike[str], step: int) -> Path:
-    """Where a step's trajectories are."""
-    return Path(workdir) / FOLDER / f"step_{step:06d}.jsonl"
+    """Where a step's trajectories are; where there are none yet, uncompressed."""
+    path = Path(workdir) / FOLDER / f"step_{step:06d}.jsonl"
+    compressed = path.with_name(path.name + _GZIP)
+    return compressed if compressed.exists() else path
 
 
 def write_rollouts(
@@ -113,11 +136,14 @@ def write_rollouts(
     trajectories: Iterable[Trajectory],
     advantages: Mapping[tuple[int, int], float],
     chat: Chat = _BYTE_LEVEL,
+    compressed: bool = False,
+    most_bytes: int | None = None,
 ) -> Path:
     """Writes all trajectories of one step, or replaces them as a whole.
 
     Advantages, by (group, member), are of the members that count. The file that is
-    returned is complete whenever it exists, whatever interrupts this.
+    returned is complete whenever it exists, whatever interrupts this. Where all files
+    take more than `most_bytes`, the oldest are deleted, this one never.
     """
     trajectories = sorted(trajectories, key=lambda trajectory: trajectory.key)
     strays = [str(t.key) for t in trajectories if t.key.step != step]
@@ -126,13 +152,22 @@ def write_rollouts(
             f"trajectory {strays[0]} was given for the records of step {step}; write "
             "each step's trajectories to its own file."
         )
-    path = rollouts_path(workdir, step)
+    plain = Path(workdir) / FOLDER / f"step_{step:06d}.jsonl"
+    other = plain.with_name(plain.name + _GZIP)
+    path, other = (other, plain) if compressed else (plain, other)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as file:
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(replacing(path))
+        if compressed:  # the same bytes for the same trajectories: no name, no time
+            settings = {"fileobj": file, "filename": "", "mtime": 0}
+            file = stack.enter_context(gzip.GzipFile(mode="wb", **settings))
         for trajectory in trajectories:
             place = trajectory.key.group, trajectory.key.member
             line = _to_line(trajectory, advantages.get(place), chat)
             file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
+    other.unlink(missing_ok=True)
+    if most_bytes is not None:
+        _delete_oldest(workdir, step, most_bytes)
     return path
 
 
@@ -146,8 +181,9 @@ def read_rollouts(path: str | os.PathLike[str]) -> list[Record]:
     if not path.is_file():
         raise ConfigError(f"there is no file {path}. Name a step's .jsonl file.")
     records = []
-    with open(path, encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
+    opener = gzip.open if path.name.endswith(_GZIP) else open
+    with opener(path, "rt", encoding="utf-8") as file:
+        for number, line in enumerate(_lines(file, path), start=1):
             try:
                 records.append(_from_line(json.loads(line)))
             except (ValueError, KeyError, TypeError, OverflowError) as error:
@@ -191,7 +227,95 @@ def recorded_steps(workdir: str | os.PathLike[str]) -> list[int]:
     folder = Path(workdir) / FOLDER
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     matches = [_FILE.fullmatch(name) for name in names]
-    return sorted(int(match.group(1)) for match in matches if match)
+    return sorted({int(match.group(1)) for match in matches if match})
+
+
+class Artefacts:
+    """Keeps files that verdicts bring along, compressed, within a budget per step.
+
+    `artefacts/step_000012/g3m1/NAME.gz` is of member 1 of group 3. What is beyond the
+    budget, or cannot be written, is left out; `on_line` is told once of each.
+    """
+
+    def __init__(
+        self, workdir: str | os.PathLike, most_bytes: int, on_line: Callable[[str], Any]
+    ):
+        self._folder = Path(workdir) / ARTEFACTS_FOLDER
+        self._most_bytes, self._on_line = most_bytes, on_line
+        self._name = "before_step_000001"
+        self._bytes = 0  # so far
+        self._lock = threading.Lock()  # verdicts come from several threads
+
+    def begin(self, name: str) -> None:
+        """From here on it is another step, as `step_000012`, with a budget of its own.
+
+        What a killed process kept of it is deleted.
+        """
+        with self._lock:
+            self._name, self._bytes = name, 0
+            shutil.rmtree(self._folder / name, ignore_errors=True)
+
+    def keep(self, key: TrajectoryKey, artefacts: Mapping[str, bytes | Path]) -> None:
+        """Takes the artefacts of one verdict; an OSError where a path has no file."""
+        with self._lock:
+            folder = self._folder / self._name / f"g{key.group}m{key.member}"
+            for name, content in artefacts.items():
+                with contextlib.ExitStack() as stack:
+                    source = io.BytesIO(content) if isinstance(content, bytes) else None
+                    source = source or stack.enter_context(open(content, "rb"))
+                    self._write(folder / f"{name}{_GZIP}", source, f"{name} of {key}")
+
+    def _write(self, path: Path, source: IO[bytes], what: str) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(path) as file:
+                with gzip.GzipFile(fileobj=file, mode="wb", compresslevel=_LEVEL) as to:
+                    while block := source.read(_BLOCK_BYTES):
+                        to.write(block)
+                        self._check(file)
+                self._check(file)
+                size = file.tell()
+            self._bytes += size
+        except _BeyondBudget:
+            self._on_line(
+                f"artefacts of a step are beyond metrics.artefact_bytes "
+                f"{self._most_bytes} and left out, the first is {what}; this is "
+                "printed once"
+            )
+        except OSError as error:
+            self._on_line(
+                f"artefacts cannot be written and are left out, the first is {what}: "
+                f"{error.strerror or error}; this is printed once"
+            )
+
+    def _check(self, file: IO[bytes]) -> None:
+        if self._bytes + file.tell() > self._most_bytes:
+            raise _BeyondBudget
+
+
+class _BeyondBudget(Exception):
+    """No room for an artefact."""
+
+
+def _delete_oldest(workdir: str | os.PathLike, step: int, most_bytes: int) -> None:
+    paths = [rollouts_path(workdir, other) for other in recorded_steps(workdir)]
+    sizes = [path.stat().st_size for path in paths]
+    newest, total = rollouts_path(workdir, step), sum(sizes)
+    for path, size in zip(paths, sizes, strict=True):
+        if total > most_bytes and path != newest:
+            path.unlink()
+            total -= size
+
+
+def _lines(file: Iterable[str], path: Path) -> Iterator[str]:
+    """The lines of a file; ConfigError where its compression is torn."""
+    try:
+        yield from file
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ConfigError(
+            f"{path} cannot be read to its end ({error}), expected a file of "
+            "write_rollouts. Restore it or leave this step out."
+        ) from error
 
 
 def _to_line(
@@ -205,6 +329,8 @@ def _to_line(
         "reason": trajectory.reason,
         "reward": _plain(trajectory.reward),
         "advantage": _plain(advantage),
+        "parts": trajectory.parts,
+        "log": trajectory.log,
         "turns": trajectory.turns,
         "times": {name: _plain(secs) for name, secs in trajectory.times.items()},
         "text": "".join(piece.text for piece in cut),
@@ -231,7 +357,12 @@ def _from_line(line: dict[str, Any]) -> Record:
         turn_weights=_floats(line.get("turn_weights")),
         turn_credits=_floats(line.get("turn_credits")),
         times=_typed("times", line, dict),
+        # Records from before there were parts have none.
+        parts=_typed("parts", {"parts": {}} | line, dict),
+        log=_typed("log", {"log": ""} | line, str),
     )
+    for name in trajectory.parts:
+        _typed(name, trajectory.parts, int | float)
     for name in trajectory.times:
         _typed(name, trajectory.times, int | float | None)
     arrays = (trajectory.ids, trajectory.loss_mask, trajectory.logprobs)

@@ -12,9 +12,9 @@ import contextlib
 import dataclasses
 import itertools
 import logging
-import numbers
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,17 +31,18 @@ from thundersync_jax.rollout.events import Failed, Turn
 from thundersync_jax.rollout.recorder import Recorder
 from thundersync_jax.rollout.teacher import Teacher, TurnScorer
 from thundersync_jax.types import (
-    LARGEST_REWARD,
     Span,
     StopReason,
     Trajectory,
     TrajectoryKey,
+    Verdict,
 )
 
 # Part of every sampling seed: a phase keeps its number for good.
 PHASES = {"train": 0, "evaluate": 1, "warm_start": 2}
 WAITING = "the wait for a slot"
 _SESSIONS = itertools.count()
+Keep = Callable[[TrajectoryKey, Mapping[str, bytes | Path]], None]
 _BYTE_LEVEL = ByteLevel()
 
 
@@ -70,6 +71,7 @@ class Agent:
     on_turn: Callable[[Turn], None] | None = None  # every turn that it has scored
     chat: Chat = _BYTE_LEVEL
     temperature: float | None = None  # of its sampling; None takes that of `limits`
+    keep: Keep | None = None  # takes the artefacts of its verdict
 
     def __post_init__(self):
         key, stop_ids = self.key, self.limits.stop_ids
@@ -149,26 +151,27 @@ class Agent:
             trajectory = self.recorder.trajectory(stop_reason, reason, self.times)
         return Failed(self.key, stop_reason, reason, trajectory)
 
-    async def verify(self) -> float:
-        """Returns the reward.
+    async def verify(self) -> Verdict:
+        """Returns the verdict, its artefacts kept: what they are may soon be gone.
 
         Raises:
-          Stopped: As a command does, and INVALID_REWARD for anything but a finite
-            number: a missing verdict is never 0.
+          Stopped: As a command does, and INVALID_REWARD for anything but finite
+            numbers: a missing verdict is never 0.
         """
         self.doing = "verify()"
         limit_secs = self.limits.verify_timeout_secs
-        verdict = await self._command(
-            "verify", limit_secs, lambda: self._environment.verify()
-        )
+
+        async def verified() -> Any:
+            verdict = envs.judged(await self._environment.verify())
+            if isinstance(verdict, Verdict) and verdict.artefacts and self.keep:
+                await asyncio.to_thread(self.keep, self.key, verdict.artefacts)
+            return verdict
+
+        verdict = await self._command("verify", limit_secs, verified)
         self.times["verified"] = time.monotonic()
-        reward = _finite(verdict)
-        if reward is None:
-            raise Stopped(
-                StopReason.INVALID_REWARD,
-                f"verify() returned {_short(verdict)}, expected a finite number",
-            )
-        return reward
+        if isinstance(verdict, str):
+            raise Stopped(StopReason.INVALID_REWARD, verdict)
+        return verdict
 
     async def close(self) -> None:
         """Closes the environment, where one was made, under a deadline of its own."""
@@ -329,11 +332,11 @@ class Agent:
         _expect(observation.text, str, self.doing, "an Observation with text")
         for name in ("weight", "credit"):
             value = getattr(observation, name)
-            if _finite(value) is None:
+            if envs.finite(value) is None:
                 raise Stopped(
                     StopReason.ENVIRONMENT_ERROR,
                     f"{self.doing} returned an Observation with {name} "
-                    f"{_short(value)}, expected a finite number",
+                    f"{envs.short(value)}, expected a finite number",
                 )
         return observation
 
@@ -361,7 +364,7 @@ def _expect(value: Any, kind: type, command: str, expected: str) -> Any:
     if not isinstance(value, kind):
         raise Stopped(
             StopReason.ENVIRONMENT_ERROR,
-            f"{command} returned {_short(value)}, expected {expected}",
+            f"{command} returned {envs.short(value)}, expected {expected}",
         )
     return value
 
@@ -369,18 +372,3 @@ def _expect(value: Any, kind: type, command: str, expected: str) -> Any:
 def _text(text: str) -> str:
     """The text itself: a subclass may do as it likes where it is encoded."""
     return str.__str__(text)
-
-
-def _finite(verdict: Any) -> float | None:
-    """Returns the number, or None where it is none (numpy's bool is no Real)."""
-    if not isinstance(verdict, numbers.Real | np.bool_):
-        return None
-    try:
-        reward = float(verdict)
-    except OverflowError:
-        return None
-    return reward if abs(reward) < LARGEST_REWARD else None
-
-
-def _short(value: Any) -> str:
-    return " ".join(repr(value).split())[:80]

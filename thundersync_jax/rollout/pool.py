@@ -28,7 +28,7 @@ from thundersync_jax.engines.base import Engine, RemoteEngine, connect
 from thundersync_jax.envs.base import Environment
 from thundersync_jax.errors import one_line
 from thundersync_jax.rollout import commands
-from thundersync_jax.rollout.agent import PHASES, WAITING, Agent
+from thundersync_jax.rollout.agent import PHASES, WAITING, Agent, Keep
 from thundersync_jax.rollout.events import Completed, Event, Failed, Job, Rewarded
 from thundersync_jax.rollout.teacher import MakeTeacher
 from thundersync_jax.types import Span, StopReason, TrajectoryKey
@@ -72,6 +72,7 @@ class RolloutPool:
         blocked_secs: float | None = None,
         make_teacher: MakeTeacher | None = None,
         chat: Chat = _BYTE_LEVEL,
+        keep: Keep | None = None,
     ):
         """Starts the threads.
 
@@ -86,6 +87,7 @@ class RolloutPool:
           make_teacher: Makes the teacher of training members from the event loop and a
             function to call with what it died of; the pool closes it.
           chat: Turns text into ids and back.
+          keep: Called in further threads with the artefacts of a verdict.
 
         Raises:
           ValueError: The engine's sessions are shorter than the limits say.
@@ -99,7 +101,7 @@ class RolloutPool:
         self._limits = limits
         self._seed = seed
         self._on_span = on_span
-        self._chat = chat
+        self._chat, self._keep = chat, keep
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         # The running batch; no version: none runs.
         self.outstanding = 0
@@ -334,14 +336,18 @@ class RolloutPool:
         self._tell(member, Completed(agent.key, trajectory))
         try:
             async with self._verifiers:
-                reward = await agent.verify()
+                verdict = await agent.verify()
         except commands.Stopped as stopped:
             self._fail(member, stopped.stop_reason, stopped.reason)
             return True
         trajectory = dataclasses.replace(
-            trajectory, reward=reward, times=dict(agent.times)
+            trajectory,
+            reward=verdict.reward,
+            parts=dict(verdict.parts),
+            log=verdict.log,
+            times=dict(agent.times),
         )
-        self._tell(member, Rewarded(agent.key, reward, trajectory))
+        self._tell(member, Rewarded(agent.key, verdict.reward, trajectory))
         return True
 
     def _close(self, agent: Agent) -> asyncio.Task:
@@ -372,6 +378,7 @@ class RolloutPool:
             teacher=self._teacher if key.phase == "train" else None,
             on_turn=partial(self._tell, member),
             chat=self._chat,
+            keep=self._keep,
         )
         agent.times["queued"] = member.queued_secs
         return agent

@@ -4,7 +4,6 @@ The commands share it. It decides nothing about the order of a run.
 """
 
 import contextlib
-import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,22 +13,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from thundersync_jax.config import Config, LatencyConfig
+from thundersync_jax.config import Config
 from thundersync_jax.config.run import check_addends, check_family
-from thundersync_jax.config.workdir import (
-    check_claim,
-    check_tasks,
-    claim,
-    claim_tasks,
-    locked,
-    resumed,
-)
+from thundersync_jax.config.workdir import check_claim, claim, locked, resumed
 from thundersync_jax.engines import in_process
 from thundersync_jax.engines.in_process import EngineGroup, InProcessEngine
 from thundersync_jax.engines.vllm.engine import VLLMEngine
 from thundersync_jax.engines.vllm.publish import Publisher
-from thundersync_jax.envs.base import Environment, TaskSet, WithLatency, load_factory
+from thundersync_jax.envs import base as envs
 from thundersync_jax.metrics.learner_clock import LearnerClock
+from thundersync_jax.metrics.records import Artefacts
 from thundersync_jax.metrics.timing import Timeline
 from thundersync_jax.models import base as models
 from thundersync_jax.models.base import ModelFactory, Params
@@ -45,7 +38,7 @@ from thundersync_jax.stream.turn_stream import TurnStream
 from thundersync_jax.types import Trajectory, TrajectoryKey
 
 _KIND = 40  # characters of a line by which warnings are told apart
-Factory = Callable[..., TaskSet]
+Factory = Callable[..., envs.TaskSet]
 
 
 class Run:
@@ -61,6 +54,7 @@ class Run:
       latency_scale: What medians of lognormal latencies are multiplied by; a benchmark
         sets it.
       baselines: Mean rewards of training tasks, by index, for "tracked_baseline".
+      artefacts: What verdicts bring along.
 
     Args:
       config: The settings.
@@ -97,7 +91,7 @@ class Run:
         self.workdir = Path(workdir)
         self.on_line = on_line
         self.on_line("loading the tasks")
-        factory = environment or load_factory(config.env.factory)
+        factory = environment or envs.load_factory(config.env.factory)
         found = run_tasks.prepared(factory, config, workdir, on_line)
         self.tasks, self.chat = found.tasks, found.chat
         self.demonstration_tokens = found.demonstration_tokens
@@ -110,8 +104,7 @@ class Run:
             if owner:
                 held.enter_context(locked(workdir))
                 check_claim(workdir, config)
-                accepted = config.env.accept_tasks
-                other = check_tasks(workdir, found.fingerprint._asdict(), accepted)
+                others = found.check(workdir, config.env.accept_tasks)
             placement.prepare(config)  # before anything of the user's runs jax
             self.placement = placement.place(config)
             self.model = models.build(config.model, model)
@@ -137,18 +130,17 @@ class Run:
             )
             self.open_groups = memory.open_groups
             if owner:  # nothing refuses the config any more
-                for change in claim(workdir, config, self.chat.vocabulary()):
+                changes = claim(workdir, config, self.chat.vocabulary())
+                for change in [*changes, *others]:
                     self.on_line(f"changed on resume: {change}")
-                if other is not None:
-                    self.on_line(f"changed on resume: {other}")
-                claim_tasks(workdir, found.fingerprint._asdict())
-                if found.counts is not None:
-                    found.counts.keep(workdir)
+                found.claim(workdir)
             self._introduce(params, memory)
             self.scoring = teaching.engine(
                 config, self.teacher, width, self.placement.teacher, self.on_line
             )
             self.engine = remote or self._local(params)
+            most_bytes = config.metrics.artefact_bytes
+            self.artefacts = Artefacts(workdir, most_bytes, self.warn_once)
             self.clock = LearnerClock(self.timeline.add, lambda: self.pool.wake())
             self.pool = self._new_pool()
             self._held = held.pop_all()
@@ -174,6 +166,7 @@ class Run:
             on_span=self.timeline.add,
             make_teacher=teaching.maker(self.scoring),
             chat=self.chat,
+            keep=self.artefacts.keep,
         )
 
     def _connected(self) -> VLLMEngine | None:
@@ -395,21 +388,15 @@ class Run:
         if objective.with_reference(self.config.loss, self._term):
             self.on_line("one more copy of the parameters: the reference policy")
 
-    def _environment(self, key: TrajectoryKey) -> Environment:
+    def _environment(self, key: TrajectoryKey) -> envs.Environment:
         environment = self.tasks.environment()
         if key.phase != "train":
             return environment
         env = self.config.env
         seed = (self.config.seed, PHASES[key.phase], key.step, key.group, key.member)
-        return WithLatency(
+        return envs.WithLatency(
             environment,
-            _scaled(env.tool_latency, self.latency_scale),
-            _scaled(env.verify_latency, self.latency_scale),
+            envs.scaled(env.tool_latency, self.latency_scale),
+            envs.scaled(env.verify_latency, self.latency_scale),
             seed,
         )
-
-
-def _scaled(latency: LatencyConfig, factor: float) -> LatencyConfig:
-    if latency.kind != "lognormal":
-        return latency
-    return dataclasses.replace(latency, median_secs=factor * latency.median_secs)

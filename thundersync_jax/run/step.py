@@ -19,7 +19,7 @@ import numpy as np
 
 from thundersync_jax.errors import StreamError
 from thundersync_jax.metrics.learner_clock import Ran, Totals
-from thundersync_jax.metrics.records import known_mean
+from thundersync_jax.metrics.records import known_mean, part_means
 from thundersync_jax.metrics.timing import Progress
 from thundersync_jax.rollout.events import Completed, Event, Failed, Job, Rewarded, Turn
 from thundersync_jax.run import feed, state
@@ -108,6 +108,11 @@ class Evaluation:
     def reward(self) -> float:
         """Mean over the answers that have a reward; NaN where none has."""
         return known_mean(t.reward for t in self.trajectories).mean
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Mean of every part of the verdicts, over the answers that have it."""
+        return part_means(self.trajectories)
 
     def pass_at(self, k: int) -> float:
         """Chance that one of k answers succeeds, unbiased from `samples` answers.

@@ -19,8 +19,8 @@ import numpy as np
 from thundersync_jax.chat import templates
 from thundersync_jax.chat.base import Chat
 from thundersync_jax.config import MOST_STOP_IDS, Config
+from thundersync_jax.config import workdir as workdirs
 from thundersync_jax.config.model import ModelConfig
-from thundersync_jax.config.workdir import replacing
 from thundersync_jax.envs import fingerprint
 from thundersync_jax.envs.base import TaskSet, check_split
 from thundersync_jax.envs.fingerprint import Fingerprint
@@ -64,6 +64,20 @@ class Prepared(NamedTuple):
     fingerprint: Fingerprint
     demonstration_tokens: int
     counts: "_Counts | None"
+
+    def check(self, workdir: str | os.PathLike, accepted: str | None) -> list[str]:
+        """Lines on tasks that are others than the work directory's, where `accepted`.
+
+        Raises:
+          ConfigError: They are, and nobody accepted it.
+        """
+        return workdirs.check_tasks(workdir, self.fingerprint._asdict(), accepted)
+
+    def claim(self, workdir: str | os.PathLike) -> None:
+        """Makes them the work directory's tasks, and keeps counts that took long."""
+        workdirs.claim_tasks(workdir, self.fingerprint._asdict())
+        if self.counts is not None:
+            self.counts.keep(workdir)
 
 
 def prepared(
@@ -284,7 +298,7 @@ class _Counts:
 
     def keep(self, workdir: str | os.PathLike) -> None:
         """Writes the exact lengths for `load`."""
-        with replacing(Path(workdir) / _COUNTS_FILE) as file:
+        with workdirs.replacing(Path(workdir) / _COUNTS_FILE) as file:
             np.savez_compressed(file, name=np.array(self._name()), **self._exact)
 
     def load(self, workdir: str | os.PathLike | None) -> None:

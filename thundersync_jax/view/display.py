@@ -12,7 +12,7 @@ import dataclasses
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, TYPE_CHECKING
 
 import numpy as np
@@ -167,7 +167,7 @@ class Display:
         self._print(Text(tables.line([cells[column] for column in columns], columns)))
 
     def evaluation(self, label: str, evaluation: "Evaluation") -> None:
-        """A success rate with its 95 % interval, and the mean reward."""
+        """A success rate with its 95 % interval, and the mean reward with its parts."""
         low, high = (tables.percent(share, 1) for share in evaluation.interval)
         successes = int(evaluation.successes.sum())
         text = Text(f"{label} ").append(tables.percent(evaluation.success, 1), _STRONG)
@@ -175,6 +175,7 @@ class Display:
             f"  {successes} of {evaluation.answers}, 95% interval {low} to {high}"
         )
         text.append(f"; mean reward {tables.number(evaluation.reward)}")
+        text.append(_parts(evaluation.parts))
         self._print(text)
 
     def sample(
@@ -204,6 +205,14 @@ class Display:
                 start = Text(" " * _INDENT + label.ljust(_LABEL), style)
                 self._print(start.append_text(part))
                 label = ""
+
+    def log(self, text: str) -> None:
+        """What a verdict says to people, below its trajectory."""
+        label = "log"
+        for line in text.splitlines():
+            start = Text(" " * _INDENT + label.ljust(_LABEL), _QUIET)
+            self._print(start.append(_printable(line)))
+            label = ""
 
     def table(
         self, columns: Sequence[Column], rows: Sequence[Sequence[str]], title: str = ""
@@ -296,9 +305,15 @@ def _step_cells(row: StepRow) -> list[str]:
     ]
 
 
+def _parts(parts: Mapping[str, float]) -> str:
+    """The parts of a reward, in brackets behind it; nothing where it has none."""
+    shown = [f"{name} {tables.number(value)}" for name, value in parts.items()]
+    return f" ({', '.join(shown)})" if shown else ""
+
+
 def _title(trajectory: Trajectory, advantage: float | None) -> Text:
     """A trajectory's key, then what became of it."""
-    facts = [f"reward {tables.number(trajectory.reward)}"]
+    facts = [f"reward {tables.number(trajectory.reward)}{_parts(trajectory.parts)}"]
     if advantage is not None:
         facts.append(f"advantage {tables.signed(advantage)}")
         if trajectory.turn_credits is not None:
