@@ -184,6 +184,7 @@ def open_pool(
     on_span=None,
     blocked_secs=10.0,
     make_teacher=None,
+    keep=None,
     **changes,
 ):
     """A pool whose member m of group 0 gets `environment(m)`."""
@@ -196,6 +197,7 @@ def open_pool(
         on_span=on_span,
         blocked_secs=blocked_secs,
         make_teacher=make_teacher,
+        keep=keep,
     ) as pool:
         yield pool
     assert pool._driver.close(0.0), "what the pool closed has not ended"

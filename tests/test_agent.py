@@ -49,7 +49,8 @@ def play(
             policy_version=version,
         )
         trajectory = await agent.act()
-        return trajectory, await agent.verify() if verify else None
+        verdict = await agent.verify() if verify else None
+        return trajectory, verdict.reward if verify else None
 
     return *asyncio.run(attempt()), engine
 

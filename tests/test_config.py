@@ -332,4 +332,7 @@ def test_what_a_resume_may_change_is_declared_beside_the_fields():
         "checkpoint.every_steps",
         "checkpoint.keep",
         "metrics.sinks",
+        "metrics.rollouts",
+        "metrics.rollout_bytes",
+        "metrics.artefact_bytes",
     ]

@@ -41,6 +41,7 @@ PLACEHOLDERS = {
 GROUPS = {setting.name.partition(".")[0] for setting in settings(Config())}
 # Folders that commands write.
 WRITTEN = ("runs/", "models/", "rollouts/", "checkpoints/", "path/to/", "api/")
+WRITTEN += ("artefacts/",)
 
 
 def blocks(text, language):

@@ -204,7 +204,7 @@ async def _attempt(config, tasks, group, member):
     )
     trajectory = await agent.act()
     assert trajectory.stop_reason is StopReason.FINISHED
-    return trajectory.action_tokens, await agent.verify()
+    return trajectory.action_tokens, (await agent.verify()).reward
 
 
 def test_bench_config_gives_both_verdicts_in_every_group():

@@ -298,6 +298,7 @@ def warmed(monkeypatch, **changes):
         config=config,
         model=None,
         tasks=echo_task.tasks(),
+        demonstration_tokens=20,
         chat=ByteLevel(),
         publish=lambda params, version: None,
         set_reference=lambda params: None,
@@ -339,7 +340,9 @@ def test_settings_of_an_evaluation_arrive(monkeypatch):
         evaluation=lambda label, shown: asked.append(shown.answers)
     )
     changes = {"evaluation.questions": 2, "evaluation.samples": 3}
-    run = types.SimpleNamespace(config=echo_task.small(**changes))
+    kept = types.SimpleNamespace(begin=lambda name: None)
+    config = echo_task.small(**changes)
+    run = types.SimpleNamespace(config=config, artefacts=kept)
     loop = types.SimpleNamespace(_run=run, _display=display, version=0)
     train._Loop.evaluate(loop, 0, "held-out success")
     assert asked == [(2, 3), 6]

@@ -48,7 +48,7 @@ _BYTE_LEVEL = ByteLevel()
 _TRUNCATED = (StopReason.LENGTH, StopReason.TURN_LIMIT, StopReason.CONTEXT_OVERFLOW)
 _FILE = re.compile(r"step_(\d+)\.jsonl(\.gz)?")
 _GZIP = ".gz"  # ending of what is compressed
-_LEVEL = 6  # of compression: text of numbers becomes a quarter
+_LEVEL = 6  # of compression
 ARTEFACTS_FOLDER = "artefacts"
 _BLOCK_BYTES = 2**20
 
@@ -159,8 +159,8 @@ def write_rollouts(
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(replacing(path))
         if compressed:  # the same bytes for the same trajectories: no name, no time
-            settings = {"fileobj": file, "filename": "", "mtime": 0}
-            file = stack.enter_context(gzip.GzipFile(mode="wb", **settings))
+            whole = gzip.GzipFile("", "wb", _LEVEL, file, mtime=0)
+            file = stack.enter_context(whole)
         for trajectory in trajectories:
             place = trajectory.key.group, trajectory.key.member
             line = _to_line(trajectory, advantages.get(place), chat)
