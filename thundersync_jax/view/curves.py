@@ -83,9 +83,11 @@ def draw_saved(
     unit = pictures.unit_of(longest)
     figure = pictures.new_figure(7.2, 4.0)
     axis = figure.subplots()
-    height = -math.inf  # of the last label, in seconds
-    for release, total in sorted(totals.items(), key=lambda item: item[1][-1]):
-        height = max(total[-1], height + _LABEL_SHARE * longest)
+    heights, height = {}, -math.inf  # of labels, in seconds: none on another
+    for release in sorted(totals, key=lambda name: totals[name][-1]):
+        height = max(totals[release][-1], height + _LABEL_SHARE * longest)
+        heights[release] = height
+    for release, total in totals.items():
         own = release == measured
         color = pictures.STREAMED if own else _PREDICTED.get(release, FAINT)
         shown = [value / unit.secs for value in total]
@@ -93,7 +95,7 @@ def draw_saved(
         text = f"{release} {unit.text(total[-1])}"
         if not own:
             text += f", {total[-1] / totals[measured][-1]:.2f}x"
-        place = (len(total) - 1, height / unit.secs)
+        place = (len(total) - 1, heights[release] / unit.secs)
         axis.annotate(text, place, (6, 0), textcoords="offset points", va="center")
     low, high = (
         [value / unit.secs for value in totals[release]]
