@@ -11,15 +11,15 @@ from test_agent import InlineSampler
 
 from thundersync_jax.chat.base import pieces
 from thundersync_jax.chat.templates import TemplateChat
-from thundersync_jax.config import Config
-from thundersync_jax.envs.base import Action, Observation, TaskSet
+from thundersync_jax.config import Config, LatencyConfig
+from thundersync_jax.envs.base import Action, Observation, TaskSet, WithLatency
 from thundersync_jax.ops import losses
 from thundersync_jax.rollout.agent import Agent
 from thundersync_jax.rollout.commands import Commands
 from thundersync_jax.rollout.recorder import Recorder
 from thundersync_jax.run import tasks as run_tasks
 from thundersync_jax.stream import padding
-from thundersync_jax.types import StopReason
+from thundersync_jax.types import Message, StopReason
 
 LENGTHS = {"context_tokens": 1024, "turn_tokens": 128}
 LENGTHS |= {"prefill_buckets": (1024,), "gradient_buckets": (1024,)}
@@ -209,4 +209,112 @@ def test_end_tokens_are_trained_as_sampled(qwen):
     trajectory, engine = play(qwen, Replies("b", ""), turns)
     assert trained(trajectory) == [token for turn in turns for token in turn]
     assert engine.requests[0].stop_ids == ends
-    np.testing.assert_array_equal(engine.requests[1].new_ids, qwen.observation("b"))
+    told = qwen.observation([Message("user", "b")])
+    np.testing.assert_array_equal(engine.requests[1].new_ids, told)
+
+
+SEARCH = {
+    "name": "search",
+    "parameters": {"type": "object", "properties": {"query": {"type": "string"}}},
+}
+
+
+def calls(*pairs):
+    return "\n".join(
+        f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+        for name, arguments in pairs
+    )
+
+
+class Credited(FakeEnvironment):
+    """Answers every call with its number, a credit of .5 and a weight of 2."""
+
+    done_at = 99
+
+    async def step(self, action):
+        await super().step(action)
+        done = len(self.actions) == self.done_at or action.kind == "answer"
+        return Observation(f"r{len(self.actions)}", done=done, credit=0.5, weight=2.0)
+
+
+@pytest.fixture(scope="module")
+def searching(tmp_path_factory):
+    folder = chat_folders.write(tmp_path_factory.mktemp("qwen3"), "qwen3")
+    return TemplateChat(folder, (CALCULATOR, SEARCH))
+
+
+def test_all_calls_of_a_turn_are_run_in_order_and_answered_one_by_one(searching):
+    text = "Both.\n" + calls(
+        ("calculator", '{"expression": "1+1"}'),
+        ("bash", "{}"),
+        ("search", '{"query": "</tool_call>"}'),
+    )
+    environment = Credited()
+    turns = [searching.action(Action("answer", said)) for said in (text, "7")]
+    trajectory, engine = play(searching, environment, turns)
+    first, second, answer = environment.actions
+    assert (first.name, first.call_id, first.text) == ("calculator", "call_0", "1+1")
+    assert (second.name, second.call_id) == ("search", "call_2")
+    assert [call.name for call in second.calls] == ["calculator", "", "search"]
+    assert (second.speech, answer.kind) == ("Both.", "answer")
+    told = searching.decode(engine.requests[1].new_ids)
+    replies = [
+        "r1",
+        "error: there is no tool 'bash'; there is: calculator, search",
+        "r2",
+    ]
+    responses = "".join(
+        f"\n<tool_response>\n{reply}\n</tool_response>" for reply in replies
+    )
+    assert told == f"\n<|im_start|>user{responses}<|im_end|>\n<|im_start|>assistant\n"
+    assert trained(trajectory) == np.concatenate(turns).tolist()
+    first_token = np.flatnonzero(trajectory.loss_mask)[0]
+    assert trajectory.turn_credits[first_token] == 0.5 + 0.5
+    assert trajectory.turn_weights[first_token] == 2.0 * 2.0
+
+
+def test_a_call_that_ends_the_attempt_is_the_last_one_run(searching):
+    text = calls(*[("search", '{"query": "a"}')] * 3)
+    environment = Credited()
+    environment.done_at = 2
+    turns = [searching.action(Action("answer", text))]
+    trajectory, _ = play(searching, environment, turns)
+    assert len(environment.actions) == 2
+    assert trajectory.stop_reason is StopReason.FINISHED
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_malformed_calls_reach_the_environment_that_asks_for_them(searching, wrapped):
+    class Seeing(FakeEnvironment):
+        sees_malformed = True
+
+    environment = Seeing()
+    none = LatencyConfig()
+    played = WithLatency(environment, none, none, (0,)) if wrapped else environment
+    text = calls(("bash", "{}"), ("search", '{"query": "a"}'))
+    turns = [
+        searching.action(Action("answer", said)) for said in (text, "<tool_call>", "7")
+    ]
+    play(searching, played, turns)
+    assert [action.kind for action in environment.actions] == [
+        "malformed",
+        "call",
+        "malformed",
+        "answer",
+    ]
+    assert "no tool 'bash'" in environment.actions[0].problem
+
+
+def test_an_environment_may_say_who_speaks_and_say_several_things(qwen):
+    class Simulated(FakeEnvironment):
+        async def step(self, action):
+            await super().step(action)
+            said = Message("user", "Too high"), Message("user", "Guess again.")
+            return Observation(messages=said, done=len(self.actions) == 2)
+
+    turns = [qwen.action(Action("answer", said)) for said in ("50", "7")]
+    _, engine = play(qwen, Simulated(), turns)
+    assert qwen.decode(engine.requests[1].new_ids) == (
+        "\n<|im_start|>user\nToo high<|im_end|>"
+        "\n<|im_start|>user\nGuess again.<|im_end|>\n<|im_start|>assistant\n"
+    )

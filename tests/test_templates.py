@@ -12,6 +12,7 @@ from thundersync_jax.chat.byte_level import ByteLevel
 from thundersync_jax.chat.templates import TemplateChat, open_chat
 from thundersync_jax.envs.base import Action
 from thundersync_jax.errors import ConfigError
+from thundersync_jax.types import Message
 
 TOOLS = (CALCULATOR,)
 WITH_TOOLS = ["qwen2", "qwen3", "llama3"]
@@ -54,6 +55,32 @@ def test_observation_is_the_tools_message_and_the_next_turn(folders, family, exp
     assert shown.startswith(expected)
     assert chat.decode(chat.observation("19", ended=False)) == end + shown
     assert chat.decode(chat.prompt("2+5")).endswith(shown.removeprefix(expected))
+
+
+@pytest.mark.parametrize("with_tools", [False, True])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama3", "no_tools"])
+def test_what_answers_no_call_is_said_by_the_user(folders, family, with_tools):
+    if with_tools and family == "no_tools":
+        return
+    chat = TemplateChat(folders[family], TOOLS if with_tools else ())
+    shown = chat.decode(chat.observation([Message("user", "Too high")]))
+    head, foot, end = "\n<|im_start|>user\n", "<|im_end|>", "\n<|im_start|>assistant\n"
+    if family == "llama3":
+        head = "<|start_header_id|>user<|end_header_id|>\n\n"
+        foot, end = "<|eot_id|>", "<|start_header_id|>assistant<|end_header_id|>\n\n"
+    assert shown == f"{head}Too high{foot}{end}"
+
+
+def test_where_nobody_may_speak_after_a_tool_the_user_does(tmp_path):
+    """As DeepSeek's distilled models have it: no assistant behind a tool's output."""
+    folder = chat_folders.write(tmp_path, "qwen2")
+    template = (folder / "chat_template.jinja").read_text()
+    prompted = "{%- if add_generation_prompt %}"
+    assert template.count(prompted) == 1
+    silent = "{%- if add_generation_prompt and messages[-1].role != 'tool' %}"
+    (folder / "chat_template.jinja").write_text(template.replace(prompted, silent))
+    shown = TemplateChat(folder).decode(TemplateChat(folder).observation("19"))
+    assert shown == "\n<|im_start|>user\n19<|im_end|>\n<|im_start|>assistant\n"
 
 
 @pytest.mark.parametrize("family", WITH_TOOLS)

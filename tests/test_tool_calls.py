@@ -89,7 +89,6 @@ DEEP = 100_000
 @pytest.mark.parametrize(
     ("style", "text", "problem"),
     [
-        ("tags", tags(ONE) * 2, "2 calls in one turn"),
         ("tags", f"<tool_call>{ONE}", "between <tool_call> and </tool_call>"),
         ("tags", f"{ONE}</tool_call>", "between <tool_call> and </tool_call>"),
         ("tags", f"</tool_call>{tags(ONE)}", "between <tool_call> and </tool_call>"),
@@ -117,8 +116,6 @@ DEEP = 100_000
         ("tags", tags(ask("search", {"query": "a", "results": True})), "type integer"),
         ("tags", tags(ask("search", {"query": "a", "results": 1.5})), "type integer"),
         ("tags", tags(ask("search", {"query": "a", "order": "x"})), "of date, rank"),
-        ("json", f"{LLAMA}; {LLAMA}", "several calls in one turn"),
-        ("json", f"{LLAMA}\n{LLAMA}", "several calls in one turn"),
         ("json", f"{LLAMA} and so on", "'and so on' follows the call"),
         ("json", LLAMA[:-1], "no JSON"),
         ("json", '<|python_tag|>calculator.call("1+2")', "no JSON"),
@@ -191,3 +188,198 @@ def test_an_empty_schema_asks_for_nothing_and_raises_nothing(function):
 def test_values_are_those_of_json_and_its_schemas(schema, value, expected):
     found = read_value(schema, value)
     assert (type(found), found) == (type(expected), expected)
+
+
+@pytest.mark.parametrize(
+    ("schema", "value", "expected"),
+    [
+        ({"enum": [1, 2]}, "true", "f: x must be one of 1, 2"),
+        ({"enum": [1, 2]}, "2", 2),
+        ({"enum": [True]}, "1", "f: x must be one of True"),
+        ({"type": "array", "items": {"type": "integer"}}, "[1, 2.0]", [1, 2]),
+        (
+            {"type": "array", "items": {"type": "integer"}},
+            '[1, "a"]',
+            "f: x[1] must be of type integer",
+        ),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "5.0", 5),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "null", None),
+        (
+            {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+            '"a"',
+            "f: x must be of type integer",
+        ),
+        (
+            {"properties": {"y": {"type": "integer"}}, "required": ["y"]},
+            "{}",
+            "f: x needs 'y'",
+        ),
+        ({"properties": {"y": {"type": "integer"}}}, '{"y": 1.0, "z": 2}', None),
+    ],
+)
+def test_schemas_are_followed_into_lists_and_objects(schema, value, expected):
+    found = read_value(schema, value)
+    expected = {"y": 1, "z": 2} if "properties" in schema and "z" in value else expected
+    assert (type(found), found) == (type(expected), expected)
+
+
+LITERALS = [
+    "echo </tool_call> test",
+    "echo '<tool_call>'",
+    "echo '<tool_call>{\"a\": 1}</tool_call>'",
+    "grep '</think>' a.py",
+    "grep '<think>' a.py",
+    "grep '<think>x</think>' a.py\n</think>\nls",
+    "<function=bash></function></tool_call>\n</parameter>x",
+    '"{}\\"',
+]
+BASH = {
+    "type": "function",
+    "function": {
+        "name": "bash",
+        "parameters": {
+            "type": "object",
+            "properties": {"cmd": {"type": "string"}, "secs": {"type": "number"}},
+            "required": ["cmd"],
+        },
+    },
+}
+THOUGHTS = ["", "<think>\nI'll use <tool_call>.\n</think>\n\n", "thought\n</think>\n"]
+
+
+@pytest.mark.parametrize("command", LITERALS)
+@pytest.mark.parametrize("thought", THOUGHTS)
+@pytest.mark.parametrize("style", ["tags", "xml", "json"])
+def test_a_call_may_hold_any_text(style, thought, command):
+    text = thought + tool_calls.write("bash", {"cmd": command, "secs": 2.5}, style)
+    for thinking in (False, True) if "</think>" in thought else (False,):
+        action = tool_calls.read(text, style, [BASH], thinking)
+        assert (action.kind, action.problem) == ("call", "")
+        assert action.arguments == {"cmd": command, "secs": 2.5}
+        assert ("use <tool_call>" in action.thought) == ("use" in thought)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Use the <think> tag, then answer.",
+        "Close it with </think> and go on.",
+        "Write `<tool_call>` before the JSON.",
+        "It ends with `</tool_call>`, as XML does.",
+        "The tags <tool_call> and </tool_call> hold a call.",
+    ],
+)
+@pytest.mark.parametrize("style", [None, "tags", "xml", "json"])
+def test_an_answer_may_speak_of_tags(style, text):
+    assert tool_calls.read(text, style, TOOLS) == Action("answer", text)
+
+
+@pytest.mark.parametrize(
+    ("text", "thinking", "thought", "answer"),
+    [
+        ("<think>\na\n</think>\n\n19", False, "a", "19"),
+        ("a </think> b", False, "", "a </think> b"),
+        ("a </think> b", True, "a", "b"),
+        ("a</think>b</think>c", True, "a", "b</think>c"),
+        ("no end", True, "", "no end"),
+        ("<think>no end", False, "no end", ""),
+        ("<think>a<think>b</think>c", False, "a<think>b", "c"),
+    ],
+)
+def test_a_thought_ends_at_the_first_closing_tag(text, thinking, thought, answer):
+    action = tool_calls.read(text, None, (), thinking)
+    assert (action.kind, action.thought, action.text) == ("answer", thought, answer)
+    assert action.raw == text
+
+
+@pytest.mark.parametrize(
+    ("style", "text"),
+    [
+        ("tags", tags(ONE) + "\n" + tags(ask("search", {"query": "a"}))),
+        ("tags", tags(f"[{ONE}, {ask('search', {'query': 'a'})}]")),
+        ("json", f"{LLAMA}; " + ask("search", {"query": "a"}, "parameters")),
+        ("json", f"{LLAMA}\n" + ask("search", {"query": "a"}, "parameters")),
+        ("json", f"[{LLAMA}, {ask('search', {'query': 'a'})}]"),
+    ],
+)
+def test_several_calls_come_in_order_each_by_itself(style, text):
+    action = tool_calls.read(text, style, TOOLS)
+    assert action.kind == "call" and action.name == "calculator"
+    assert [(c.id, c.name, c.text) for c in action.calls] == [
+        ("call_0", "calculator", "1+2"),
+        ("call_1", "search", "a"),
+    ]
+    one = action.one(action.calls[1])
+    assert (one.name, one.text, one.call_id) == ("search", "a", "call_1")
+    again = tool_calls.read(tool_calls.written(action, style, TOOLS), style, TOOLS)
+    assert again.calls == action.calls
+
+
+def test_one_malformed_call_among_others_has_its_own_reason():
+    text = f"Both:\n{tags(ask('bash', {}))}\n{tags(ONE)}\nnow"
+    action = tool_calls.read(text, "tags", TOOLS)
+    assert (action.kind, action.name) == ("call", "calculator")
+    assert action.speech.split() == ["Both:", "now"]
+    assert [bool(call.problem) for call in action.calls] == [True, False]
+    bad = action.one(action.calls[0])
+    assert bad.kind == "malformed" and "no tool 'bash'" in bad.problem
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[1, 2]",
+        '[{"answer": 3}]',
+        '{"name": "Bob", "age": 3}',
+        '[{"name": "Bob"}]',
+        '[{"name":',
+    ],
+)
+def test_json_that_is_no_call_is_an_answer(text):
+    assert tool_calls.read(text, "json", TOOLS) == Action("answer", text)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "arguments", "problem"),
+    [
+        ({"type": "object"}, {"x": 1}, ""),
+        ({}, {"x": 1}, ""),
+        ({"properties": {}}, {"x": 1}, "f takes nothing, there is no 'x'"),
+        ({"properties": {}, "additionalProperties": True}, {"x": 1}, ""),
+        ({"additionalProperties": False}, {"x": 1}, "f takes nothing, there is no 'x'"),
+        ({"properties": {}}, None, ""),
+        (None, None, ""),
+        ({"properties": {"x": {}}}, None, "arguments of f must be a JSON object"),
+        ({"properties": {"x": {}}}, '{"x": 1}', "arguments of f must be a JSON object"),
+    ],
+)
+@pytest.mark.parametrize("key", ["parameters", "input_schema"])
+def test_a_schema_without_properties_takes_any(key, parameters, arguments, problem):
+    tool = {"name": "f", key: parameters}
+    assert tool_calls.read(tags(ask("f", arguments)), "tags", [tool]).problem == problem
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("<tool_call>\n<function=bash>\n</function>\n</tool_call>", "needs 'cmd'"),
+        ("<tool_call>\n<function=bash>\n<parameter=cmd>ls", "ends with </parameter>"),
+        ("<tool_call>\nbash ls\n</tool_call>", "a call is <function=NAME>"),
+        (
+            "<tool_call>\n<function=bash>\n<parameter=cmd>\nls\n</parameter>\n"
+            "<parameter=secs>\nsoon\n</parameter>\n</function>\n</tool_call>",
+            "secs must be of type number",
+        ),
+    ],
+)
+def test_a_call_in_xml_that_fails_says_why(text, problem):
+    action = tool_calls.read(text, "xml", [BASH])
+    assert action.kind == "malformed" and problem in action.problem
+
+
+def test_the_style_is_that_of_the_template():
+    shown = "{% if tools %}<tool_call>{{ tools }}"
+    assert tool_calls.style_of(shown) == "tags"
+    assert tool_calls.style_of(shown + "<function=example>") == "xml"
+    assert tool_calls.style_of('{{ tools }} {"name", "parameters"}') == "json"
+    assert tool_calls.style_of("{{ messages }}") is None

@@ -179,6 +179,26 @@ class Span:
 
 
 @dataclasses.dataclass(frozen=True)
+class Message:
+    """What somebody says in a conversation."""
+
+    role: str  # "system", "user", "assistant" or "tool"
+    content: str
+    call_id: str = ""  # of a tool's message: the call that it answers
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One tool call of a turn."""
+
+    id: str  # its name among the calls of its turn
+    name: str  # of the tool; empty where it is malformed
+    arguments: Mapping[str, Any]
+    text: str  # as `Action.text`
+    problem: str = ""  # what is wrong with it
+
+
+@dataclasses.dataclass(frozen=True)
 class Action:
     """What the policy did in one turn.
 
@@ -192,6 +212,12 @@ class Action:
       arguments: Of a named call, by name.
       problem: What is wrong with a malformed call. The policy is told, and the
         environment does not see it.
+      calls: All calls of the turn, in order; none where the format has one tool without
+        a name. The environment is asked for one after the other.
+      call_id: The call among them that the environment is asked for.
+      speech: Text beside the calls.
+      thought: What was thought before, without its tags.
+      raw: The whole turn as text.
     """
 
     kind: str
@@ -200,6 +226,23 @@ class Action:
     name: str = ""
     arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
     problem: str = ""
+    calls: tuple[Call, ...] = dataclasses.field(default=(), compare=False, repr=False)
+    call_id: str = dataclasses.field(default="", compare=False)
+    speech: str = dataclasses.field(default="", compare=False)
+    thought: str = dataclasses.field(default="", compare=False, repr=False)
+    raw: str = dataclasses.field(default="", compare=False, repr=False)
+
+    def one(self, call: Call) -> "Action":
+        """The action of one call among those of a turn."""
+        return dataclasses.replace(
+            self,
+            kind="malformed" if call.problem else "call",
+            text=call.text,
+            name=call.name,
+            arguments=call.arguments,
+            problem=call.problem,
+            call_id=call.id,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,18 +250,23 @@ class Observation:
     """What the environment answers: `text` for the policy, or `done`.
 
     Attributes:
-      text: Shown to the policy.
+      text: Shown to the policy, as one message.
       done: Whether the trajectory ends here.
       credit: v of the action it answers. Under `loss.turn_credit` "environment" the
         tokens of that action have the advantage A u + v, where A is their
         trajectory's; in units of A. Under "none" a run ends at the first one given.
       weight: u of that action.
+      role: Who says `text`, None for "tool" where it answers a call and "user" where it
+        answers anything else.
+      messages: Several messages in place of `text`.
     """
 
     text: str = ""
     done: bool = False
     credit: float = 0.0
     weight: float = 1.0
+    role: str | None = None
+    messages: tuple[Message, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from thundersync_jax.types import Action, Trajectory
+from thundersync_jax.types import Action, Message, Trajectory
 
 
 class Chat(Protocol):
@@ -21,11 +21,13 @@ class Chat(Protocol):
     def prompt(self, text: str) -> np.ndarray:
         """Returns int32[N], the prompt and what the policy acts after."""
 
-    def observation(self, text: str, ended: bool = True) -> np.ndarray:
+    def observation(
+        self, messages: str | Sequence[Message], ended: bool = True
+    ) -> np.ndarray:
         """Returns int32[N], what follows an action: the answer, then the next turn.
 
         Args:
-          text: The tool's answer.
+          messages: The answer, one message or more; a text is that of a tool.
           ended: Whether the action ended in one of `stop_ids`. Otherwise the end token
             is supplied here where the format needs it: observed, so never trained.
         """

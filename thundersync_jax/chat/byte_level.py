@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from thundersync_jax.types import Action
+from thundersync_jax.types import Action, Message
 
 BYTES = 256
 PAD, USER, ASSISTANT, TOOL, CALL, END = range(BYTES, BYTES + 6)
@@ -167,9 +167,16 @@ class ByteLevel:
     decode = staticmethod(decode)
     vocabulary = staticmethod(vocabulary)
 
-    def observation(self, text: str, ended: bool = True) -> np.ndarray:
-        """A cut action needs no end token: <tool> cannot be taken for text."""
-        return render_observation(text)
+    def observation(
+        self, messages: str | Sequence[Message], ended: bool = True
+    ) -> np.ndarray:
+        """Messages are lines of one answer, whoever speaks.
+
+        A cut action needs no end token: <tool> cannot be taken for text.
+        """
+        if not isinstance(messages, str):
+            messages = "\n".join(message.content for message in messages)
+        return render_observation(messages)
 
     def special(self, ids: np.ndarray) -> np.ndarray:
         return np.asarray(ids) >= BYTES

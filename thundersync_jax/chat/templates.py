@@ -23,7 +23,7 @@ from thundersync_jax.chat import tokenizer_files, tool_calls
 from thundersync_jax.chat.base import Chat
 from thundersync_jax.chat.byte_level import ByteLevel
 from thundersync_jax.errors import ConfigError
-from thundersync_jax.types import Action
+from thundersync_jax.types import Action, Message
 
 Format = Literal["auto", "bytes", "template"]
 Thinking = Literal["default", "on", "off"]
@@ -126,6 +126,9 @@ class TemplateChat:
         self._marks = {t.content: i for i, t in added.items() if t.special}
         self._special_ids = np.array(sorted(self._marks.values()), np.int64)
         self.vocab_size = 1 + max(self.vocabulary().values())
+        # Whether a turn begins in the middle of a thought.
+        begins = self._render(self._user("?")).rstrip()
+        self._thinks = begins.endswith(tool_calls.THINK)
         self._role = self._tool_role()
         self._end = self._end_mark()
         self.stop_ids = self._stop_ids()
@@ -139,15 +142,18 @@ class TemplateChat:
         """Returns int32[N]; equal to what `transformers` gives for the conversation."""
         return self._encode(self._render(self._user(self._foreign(text))))
 
-    def observation(self, text: str, ended: bool = True) -> np.ndarray:
-        tail = self._after_action(self._role, self._foreign(text))
+    def observation(
+        self, messages: str | Sequence[Message], ended: bool = True
+    ) -> np.ndarray:
+        if isinstance(messages, str):
+            messages = [Message("tool", messages)]
+        tail = self._after_action([self._message(message) for message in messages])
         return self._encode(tail.removeprefix(self._end) if ended else tail)
 
     def action(self, action: Action) -> np.ndarray:
         text = action.text
         if action.kind == "call" and self._style is not None:
-            action = tool_calls.named(action, self._tools)
-            text = tool_calls.write(action.name, action.arguments, self._style)
+            text = tool_calls.written(action, self._style, self._tools)
         elif action.kind != "answer":
             raise ValueError(
                 f"an action of kind {action.kind!r} cannot be rendered for "
@@ -169,7 +175,8 @@ class TemplateChat:
         inside = body[1:] if opened else body
         if not len(ids) or ids[-1] not in stop_ids or np.any(self.special(inside)):
             return Action("malformed", self.decode(ids), sampled)
-        action = tool_calls.read(self.decode(body), self._style, self._tools)
+        text, thinking = self.decode(body), self._thinks
+        action = tool_calls.read(text, self._style, self._tools, thinking)
         return dataclasses.replace(action, ids=sampled)
 
     def decode(self, ids: np.ndarray) -> str:
@@ -206,18 +213,30 @@ class TemplateChat:
             messages=messages, **{"add_generation_prompt": True} | settings
         )
 
-    def _after_action(self, role: str, text: str) -> str:
-        """What stands behind an assistant's turn that a message of the role answers."""
+    def _message(self, message: Message) -> dict[str, str]:
+        role = self._role if message.role == "tool" else message.role
+        shown = {"role": role, "content": self._foreign(message.content)}
+        return shown | ({"tool_call_id": message.call_id} if message.call_id else {})
+
+    def _after_action(self, messages: Sequence[dict[str, str]]) -> str:
+        """What stands behind an assistant's turn that messages answer."""
         action = {"role": "assistant", "content": _STAND_IN}
-        messages = [*self._user("?"), action, {"role": role, "content": text}]
-        return self._render(messages).partition(_STAND_IN)[2]
+        rendered = self._render([*self._user("?"), action, *messages])
+        return rendered.partition(_STAND_IN)[2]
 
     def _tool_role(self) -> str:
-        """The role of a tool's answer: its own, or the user's where there is none."""
+        """The role of a tool's answer: its own, or the user's where there is none.
+
+        Some templates let nobody speak after a tool; there, too, it is the user's.
+        """
         error = "it leaves the answer of a tool out"
+        asked = self._user("?")
+        silent = self._render(asked, add_generation_prompt=False)
+        begins = self._render(asked).removeprefix(silent)
         for role in ("tool", "user"):
             try:
-                if _ANSWER in self._after_action(role, _ANSWER):
+                tail = self._after_action([{"role": role, "content": _ANSWER}])
+                if _ANSWER in tail and tail.endswith(begins):
                     return role
             except ConfigError as refusal:
                 error = str(refusal)
@@ -225,7 +244,7 @@ class TemplateChat:
 
     def _end_mark(self) -> str:
         """The special token that ends an assistant's turn."""
-        tail = self._after_action(self._role, _ANSWER)
+        tail = self._after_action([{"role": self._role, "content": _ANSWER}])
         marks = [mark for mark in self._marks if tail.startswith(mark)]
         if not marks:
             raise self._refusal(

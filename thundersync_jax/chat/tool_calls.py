@@ -1,34 +1,36 @@
 """Tool calls in a family's own format: read from what was sampled, checked, written.
 
     tags    <tool_call>{"name": ..., "arguments": {...}}</tool_call>     Qwen, Hermes
+    xml     <tool_call><function=NAME><parameter=P>...                   Qwen3-Coder
     json    {"name": ..., "parameters": {...}}, the whole turn           Llama 3.x
 
-A turn makes one call. What is wrong with another one becomes a line for the policy, and
-is never an exception.
+A call ends where its JSON ends, whatever its texts hold. What is wrong with one becomes
+a line for the policy, and is never an exception.
 """
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from thundersync_jax.config.checks import is_number
-from thundersync_jax.types import Action
+from thundersync_jax.chat import schemas
+from thundersync_jax.types import Action, Call
 
-Style = Literal["tags", "json"]
+Style = Literal["tags", "xml", "json"]
 PYTHON_TAG = "<|python_tag|>"  # what Llama may open a call with
+THINK, _THOUGHT = "<think>", "</think>"
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-_THINK, _THOUGHT = "<think>", "</think>"
+# Behind a thought whose beginning nobody saw stands another line, or what it led to.
+_THOUGHT_END = re.compile(re.escape(_THOUGHT) + r"(?=\s*\n|\s*$|[\w{<])")
+_TRIED = re.compile(r"^[ \t]*</?tool_call>|</?tool_call>[ \t]*$", re.MULTILINE)
+_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>\s*")
+_PARAMETER = re.compile(
+    r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*(?=<parameter=|</function>)",
+    re.DOTALL,
+)
+_FUNCTION_END = re.compile(r"</function>\s*")
 _SHOWN = 60  # characters of the policy's text in a line about it
-_KINDS = {
-    "string": lambda value: isinstance(value, str),
-    "number": is_number,
-    "integer": lambda value: is_number(value) and value == int(value),
-    "boolean": lambda value: isinstance(value, bool),
-    "array": lambda value: isinstance(value, list),
-    "object": lambda value: isinstance(value, dict),
-    "null": lambda value: value is None,
-}
 
 
 class _MalformedError(ValueError):
@@ -40,34 +42,64 @@ def style_of(template: str) -> Style | None:
     if "tools" not in template:
         return None
     if _OPEN in template:
-        return "tags"
+        return "xml" if "<function=" in template else "tags"
     return "json" if '"parameters"' in template else None
 
 
-def read(text: str, style: Style | None, tools: Sequence[Mapping[str, Any]]) -> Action:
+def read(
+    text: str,
+    style: Style | None,
+    tools: Sequence[Mapping[str, Any]],
+    thinking: bool = False,
+) -> Action:
     """Reads the text of one finished turn, without its end token.
 
+    Args:
+      text: What was sampled, as text.
+      style: Format of the calls; without one, for no tools, everything is an answer.
+      tools: JSON schemas of the tools.
+      thinking: Whether the turn begins in the middle of a thought, which the template
+        has opened.
+
     Returns:
-      An answer or a call, thinking left out; "malformed" with its `problem` where it
-      tries a call and fails. Without a style, for no tools, everything is an answer.
+      An answer or a call, with its thought apart; "malformed" with its `problem` where
+      it tries calls and none is right. Of several calls each has its own.
     """
-    speech = text.rpartition(_THOUGHT)[2].partition(_THINK)[0].strip()
-    find = {None: lambda speech: None, "tags": _in_tags, "json": _whole_turn}[style]
+    thought, speech = _apart(text, style, thinking)
+    said = {"thought": thought, "raw": text}
     try:
-        if (call := find(speech)) is None:
-            return Action("answer", speech)
-        name, arguments = _checked(call, style, tools)
+        found, beside = _calls(speech, style, tools)
     except _MalformedError as problem:
-        return Action("malformed", text, problem=str(problem))
-    return Action("call", _text(arguments), name=name, arguments=arguments)
+        return Action("malformed", text, problem=str(problem), **said)
+    if not found:
+        return Action("answer", speech, **said)
+    said |= {"speech": beside, "calls": tuple(_made(found, style, tools))}
+    good = next((call for call in said["calls"] if not call.problem), None)
+    if good is None:
+        return Action("malformed", text, problem=said["calls"][0].problem, **said)
+    return Action("call", good.text, name=good.name, arguments=good.arguments, **said)
 
 
 def write(name: str, arguments: Mapping[str, Any], style: Style) -> str:
     """Returns the call as a policy would sample it."""
+    if style == "xml":
+        parameters = "".join(
+            f"<parameter={key}>\n{value if isinstance(value, str) else _json(value)}\n"
+            "</parameter>\n"
+            for key, value in arguments.items()
+        )
+        return f"{_OPEN}\n<function={name}>\n{parameters}</function>\n{_CLOSE}"
     key = "arguments" if style == "tags" else "parameters"
-    shown = json.dumps(dict(arguments), ensure_ascii=False)
-    call = f'{{"name": {json.dumps(name)}, "{key}": {shown}}}'
+    call = f'{{"name": {json.dumps(name)}, "{key}": {_json(dict(arguments))}}}'
     return f"{_OPEN}\n{call}\n{_CLOSE}" if style == "tags" else call
+
+
+def written(action: Action, style: Style, tools: Sequence[Mapping[str, Any]]) -> str:
+    """Returns all calls of an action, as a policy would sample them."""
+    calls = action.calls or (named(action, tools),)
+    between = "; " if style == "json" else "\n"
+    texts = [write(call.name, call.arguments, style) for call in calls]
+    return between.join(filter(None, [action.speech, *texts]))
 
 
 def named(action: Action, tools: Sequence[Mapping[str, Any]]) -> Action:
@@ -78,8 +110,8 @@ def named(action: Action, tools: Sequence[Mapping[str, Any]]) -> Action:
     """
     if action.name:
         return action
-    functions = [_function(tool) for tool in tools]
-    names = [name for f in functions for name in _properties(f)]
+    functions = [schemas.function(tool) for tool in tools]
+    names = [name for f in functions for name in schemas.properties(f)]
     if len(functions) != 1 or len(names) != 1:
         raise ValueError(
             f"a call of {action.text[:_SHOWN]!r} names no tool, and there are "
@@ -89,41 +121,136 @@ def named(action: Action, tools: Sequence[Mapping[str, Any]]) -> Action:
     return Action("call", action.text, name=functions[0]["name"], arguments=arguments)
 
 
-def _in_tags(speech: str) -> Any:
-    """The call between the tags; text around them is not part of it."""
-    opened, closed = speech.count(_OPEN), speech.count(_CLOSE)
-    if not opened and not closed:
-        return None
-    if opened > 1:
-        raise _MalformedError(f"{opened} calls in one turn; make one at a time")
-    inside, end, _ = speech.partition(_OPEN)[2].partition(_CLOSE)
-    if closed != 1 or not opened or not end:
+def _apart(text: str, style: Style | None, thinking: bool) -> tuple[str, str]:
+    """The thought and the speech of a turn; a thought may hold calls."""
+    inside = [] if style is None else [*_spans(text, style)]
+    opened = text.lstrip().startswith(THINK)
+    end = re.compile(re.escape(_THOUGHT)) if opened or thinking else _THOUGHT_END
+    for match in end.finditer(text):
+        if not any(start <= match.start() < stop for start, stop in inside):
+            thought = text[: match.start()].strip().removeprefix(THINK)
+            return thought.strip(), text[match.end() :].strip()
+    if opened:  # and never closed
+        return text.strip().removeprefix(THINK).strip(), ""
+    return "", text.strip()
+
+
+def _spans(text: str, style: Style) -> Iterator[tuple[int, int]]:
+    """Where calls stand whose texts may look like anything."""
+    if style == "json":
+        start = len(text) - len(text.lstrip().removeprefix(PYTHON_TAG).lstrip())
+        if text.startswith("{", start):
+            yield start, len(text)
+        return
+    end = 0
+    while (start := text.find(_OPEN, end)) >= 0:
+        end = start + len(_OPEN)
+        try:
+            _, end = _value_at(text, end, style)
+        except _MalformedError:
+            continue
+        yield start, end
+
+
+def _value_at(text: str, start: int, style: Style) -> tuple[Any, int]:
+    """The call that begins behind an opening tag, and where it ends."""
+    if style == "xml":
+        return _function_at(text, start)
+    while text[start : start + 1].isspace():
+        start += 1
+    return _decoded(text, start)
+
+
+def _function_at(text: str, start: int) -> tuple[Any, int]:
+    if not (function := _FUNCTION.match(text, start)):
+        raise _MalformedError("a call is <function=NAME> with <parameter=NAME> inside")
+    arguments, end = {}, function.end()
+    while parameter := _PARAMETER.match(text, end):
+        arguments[parameter[1].strip()] = parameter[2]
+        end = parameter.end()
+    if not (ended := _FUNCTION_END.match(text, end)):
+        raise _MalformedError("a call ends with </parameter> and </function>")
+    return {"name": function[1].strip(), "arguments": arguments}, ended.end()
+
+
+def _calls(
+    speech: str, style: Style | None, tools: Sequence[Mapping[str, Any]]
+) -> tuple[list[Any], str]:
+    """All calls of a turn, as they were written, and the text beside them."""
+    if style is None:
+        return [], ""
+    if style == "json":
+        return _whole_turn(
+            speech, {schemas.function(tool)["name"] for tool in tools}
+        ), ""
+    found, beside, end, start = [], [], 0, -1
+    while (start := speech.find(_OPEN, max(end, start + 1))) >= 0:
+        begins = speech[start + len(_OPEN) :].lstrip()[:1]
+        if begins != {"tags": "{", "xml": "<"}[style] and not _tried(speech, start):
+            continue  # a word of the text
+        call, stop = _value_at(speech, start + len(_OPEN), style)
+        rest = speech[stop:].lstrip()
+        if not rest.startswith(_CLOSE):
+            what, closed, _ = rest.partition(_CLOSE)
+            problem = f"a call stands between {_OPEN} and {_CLOSE}"
+            if closed:
+                problem = f"the call is no JSON: {_short(what)} follows it"
+            raise _MalformedError(problem)
+        beside.append(speech[end:start])
+        found += call if _several(call) else [call]
+        end = len(speech) - len(rest) + len(_CLOSE)
+    beside.append(speech[end:])
+    if any(map(_TRIED.search, beside)):
         raise _MalformedError(f"a call stands between {_OPEN} and {_CLOSE}")
-    return _loads(inside)
+    return found, "".join(beside).strip()
 
 
-def _whole_turn(speech: str) -> Any:
-    """The call that the whole turn is; other JSON and other text are answers."""
+def _tried(speech: str, start: int) -> bool:
+    """Whether a tag at the beginning or end of a line was meant as one."""
+    return any(start in range(*m.span()) for m in _TRIED.finditer(speech))
+
+
+def _several(call: Any) -> bool:
+    return isinstance(call, list) and bool(call) and all(map(_is_call, call))
+
+
+def _is_call(value: Any) -> bool:
+    keys = isinstance(value, dict) and value.keys()
+    return bool(keys) and "name" in keys and bool(keys & {"parameters", "arguments"})
+
+
+def _whole_turn(speech: str, names: set[str]) -> list[Any]:
+    """The calls that the whole turn is; other JSON and other text are answers."""
     tagged = speech.startswith(PYTHON_TAG)
     speech = speech.removeprefix(PYTHON_TAG).strip()
-    if not tagged and not (speech.startswith("{") and '"name"' in speech):
-        return None
+    if not tagged and not (speech[:1] in ("{", "[") and '"name"' in speech):
+        return []
     try:
-        call, end = _DECODER.raw_decode(speech)
-    except (ValueError, RecursionError):
-        return _loads(speech)
-    if speech[end:].lstrip("; \n").startswith("{"):
-        raise _MalformedError("several calls in one turn; make one at a time")
-    if speech[end:].strip("; \n"):
-        raise _MalformedError(f"{_short(speech[end:])} follows the call")
-    return call
+        call, end = _decoded(speech, 0)
+    except _MalformedError:
+        if tagged or speech[0] == "{":
+            raise
+        return []
+    known = isinstance(call, dict) and str(call.get("name")) in names
+    if not (tagged or known or _is_call(call) or _several(call)):
+        return []
+    found = call if _several(call) else [call]
+    while rest := speech[end:].strip("; \n"):
+        if not rest.startswith("{"):
+            raise _MalformedError(f"{_short(rest)} follows the call")
+        start = len(speech) - len(speech[end:].lstrip("; \n"))
+        call, end = _decoded(speech, start)
+        found.append(call)
+    return found
 
 
-def _loads(text: str) -> Any:
+def _decoded(text: str, start: int) -> tuple[Any, int]:
+    """The JSON value that begins there, and where it ends."""
     try:
-        return _DECODER.decode(text)
+        return _DECODER.raw_decode(text, start)
     except json.JSONDecodeError as error:
-        raise _MalformedError(f"the call is no JSON: {error}") from error
+        shown = json.JSONDecodeError(error.msg, text[start:], error.pos - start)
+        raise _MalformedError(f"the call is no JSON: {shown}") from error
     except (ValueError, RecursionError) as error:  # too large a number, too deep
         raise _MalformedError("the call is no JSON that can be read") from error
 
@@ -138,6 +265,18 @@ def _finite(text: str) -> float:
 _DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_finite)
 
 
+def _made(
+    found: Sequence[Any], style: Style, tools: Sequence[Mapping[str, Any]]
+) -> Iterator[Call]:
+    for number, call in enumerate(found):
+        name = f"call_{number}"
+        try:
+            tool, arguments = _checked(call, style, tools)
+            yield Call(name, tool, arguments, _text(arguments))
+        except _MalformedError as problem:
+            yield Call(name, "", {}, _json(call), str(problem))
+
+
 def _checked(
     call: Any, style: Style, tools: Sequence[Mapping[str, Any]]
 ) -> tuple[str, dict[str, Any]]:
@@ -146,67 +285,46 @@ def _checked(
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         raise _MalformedError(f'a call is {{"name": ..., "{expected}": {{...}}}}')
     # Llama's models use both words.
-    key = expected if expected in call or style == "tags" else "arguments"
-    functions = {_function(tool)["name"]: _function(tool) for tool in tools}
+    key = expected if expected in call or style != "json" else "arguments"
+    functions = {
+        schemas.function(tool)["name"]: schemas.function(tool) for tool in tools
+    }
     name, arguments = call["name"], call.get(key, {})
     if name not in functions:
         known = ", ".join(functions) or "none"
         raise _MalformedError(f"there is no tool {_short(name)}; there is: {known}")
+    properties = schemas.properties(functions[name])
+    if arguments is None and not properties:
+        arguments = {}
     if not isinstance(arguments, dict):
         raise _MalformedError(f"{expected} of {name} must be a JSON object")
-    schema = _constraints(functions[name].get("parameters"))
-    properties = _properties(functions[name])
-    for parameter in schema.get("required") or ():
-        if parameter not in arguments:
-            raise _MalformedError(f"{name} needs {parameter!r} in its {expected}")
-    for parameter, value in arguments.items():
-        if parameter in properties:
-            constraints = _constraints(properties[parameter])
-            arguments[parameter] = _value(name, parameter, value, constraints)
-        elif not schema.get("additionalProperties", False):
-            known = ", ".join(properties) or "nothing"
-            raise _MalformedError(
-                f"{name} takes {known}, there is no {_short(parameter)}"
-            )
-    return name, arguments
+    if style == "xml":
+        arguments = {k: _of_text(v, properties.get(k)) for k, v in arguments.items()}
+    try:
+        return name, schemas.arguments(functions[name], arguments, expected)
+    except schemas.SchemaError as error:
+        raise _MalformedError(str(error)) from error
 
 
-def _value(
-    name: str, parameter: str, value: Any, constraints: Mapping[str, Any]
-) -> Any:
-    """A value that a parameter takes; 5.0 is the integer 5."""
-    kinds = constraints.get("type") or list(_KINDS)
-    kinds = [kinds] if isinstance(kinds, str) else kinds
-    # A kind that nobody knows allows everything.
-    kind = next((k for k in kinds if _KINDS.get(k, lambda value: True)(value)), None)
-    if kind is None and not (value is None and constraints.get("nullable") is True):
-        expected = " or ".join(kinds)
-        raise _MalformedError(f"{name}: {parameter} must be of type {expected}")
-    allowed = constraints.get("enum")
-    if allowed is not None and value not in allowed:
-        shown = ", ".join(map(str, allowed))
-        raise _MalformedError(f"{name}: {parameter} must be one of {shown}")
-    return int(value) if kind == "integer" else value
+def _of_text(text: str, schema: Any) -> Any:
+    """A value that was written without quotes: a text where its schema takes one."""
+    if schemas.takes_text(schema):
+        return text
+    try:
+        return _DECODER.decode(text)
+    except (ValueError, RecursionError):
+        return text
 
 
 def _text(arguments: Mapping[str, Any]) -> str:
     values = list(arguments.values())
     if len(values) == 1 and isinstance(values[0], str):
         return values[0]
-    return json.dumps(arguments, ensure_ascii=False)
+    return _json(arguments)
 
 
-def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    return tool.get("function", tool)
-
-
-def _properties(function: Mapping[str, Any]) -> Mapping[str, Any]:
-    return _constraints(_constraints(function.get("parameters")).get("properties"))
-
-
-def _constraints(schema: Any) -> Mapping[str, Any]:
-    """What a JSON schema asks for: null and true ask for nothing."""
-    return schema if isinstance(schema, Mapping) else {}
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _short(text: str) -> str:

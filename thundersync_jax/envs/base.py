@@ -32,7 +32,8 @@ class Environment(Protocol):
     """One attempt at one task. A fresh instance serves every attempt.
 
     It may also have `async def close(self) -> None`, which is awaited once, whatever
-    became of the attempt: after its verdict, its failure or its cancellation.
+    became of the attempt: after its verdict, its failure or its cancellation. And
+    `sees_malformed = True`, where it answers malformed calls itself.
     """
 
     async def start(self, task: Any) -> str:
@@ -215,6 +216,10 @@ class WithLatency:
     latency: LatencyConfig  # of the verdict
     seed: tuple[int, ...]  # names the attempt: run, step, group, member
     calls: int = 0
+
+    @property
+    def sees_malformed(self) -> bool:
+        return bool(getattr(self.environment, "sees_malformed", False))
 
     async def start(self, task: Any) -> str:
         return await self.environment.start(task)

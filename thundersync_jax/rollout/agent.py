@@ -13,7 +13,7 @@ import dataclasses
 import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from thundersync_jax.rollout.events import Failed, Turn
 from thundersync_jax.rollout.recorder import Recorder
 from thundersync_jax.rollout.teacher import Teacher, TurnScorer
 from thundersync_jax.types import (
+    Message,
     Span,
     StopReason,
     Trajectory,
@@ -209,18 +210,14 @@ class Agent:
                 # turn's own limit, it is the context that was too short.
                 length = limits.turn_tokens <= room
                 return StopReason.LENGTH if length else StopReason.CONTEXT_OVERFLOW
-            if action.problem:
-                observation = Observation(f"error: {action.problem}")
-            else:
-                observation = await self._step(turn, action)
+            observation = await self._respond(turn, action)
             self.recorder.credit(float(observation.weight), float(observation.credit))
             if observation.done:
                 return StopReason.FINISHED
             if turn + 1 == limits.turns:
                 return StopReason.TURN_LIMIT
             ended = action.ids[-1] in self.chat.stop_ids
-            text = _text(observation.text)
-            ids = self._rendered(self.chat.observation, text, ended)
+            ids = self._rendered(self.chat.observation, observation.messages, ended)
             room = limits.context_tokens - self.recorder.length - len(ids)
             if room < 1:
                 return StopReason.CONTEXT_OVERFLOW
@@ -322,6 +319,32 @@ class Agent:
         if self._timeout is not None and not self._timeout.expired():
             self._timeout.reschedule(asyncio.get_running_loop().time())
 
+    async def _respond(self, turn: int, action: Action) -> Observation:
+        """What follows an action: all of its calls are run, in their order."""
+        weight, credit, done = 1.0, 0.0, False
+        messages: list[Message] = []
+        single = len(action.calls) < 2 or action.kind == "malformed"
+        parts = [action] if single else [action.one(call) for call in action.calls]
+        for part in parts:
+            role = "tool" if part.call_id or part.kind == "call" else "user"
+            if part.problem and not self._sees_malformed:
+                observation = Observation(f"error: {part.problem}")
+            else:
+                observation = await self._step(turn, part)
+            for message in _messages(observation, role, part.call_id):
+                messages.append(message)
+            weight *= float(observation.weight)
+            credit += float(observation.credit)
+            if done := observation.done:
+                break
+        return Observation(
+            done=done, credit=credit, weight=weight, messages=tuple(messages)
+        )
+
+    @property
+    def _sees_malformed(self) -> bool:
+        return bool(getattr(self._environment, "sees_malformed", False))
+
     async def _step(self, turn: int, action: Action) -> Observation:
         self.doing = f"step() of turn {turn}"
         limit_secs = self.limits.command_timeout_secs
@@ -330,6 +353,9 @@ class Agent:
         )
         observation = _expect(observation, Observation, self.doing, "an Observation")
         _expect(observation.text, str, self.doing, "an Observation with text")
+        for message in observation.messages:
+            _expect(message, Message, self.doing, "messages that are a Message each")
+            _expect(message.content, str, self.doing, "messages with text")
         for name in ("weight", "credit"):
             value = getattr(observation, name)
             if envs.finite(value) is None:
@@ -367,6 +393,16 @@ def _expect(value: Any, kind: type, command: str, expected: str) -> Any:
             f"{command} returned {envs.short(value)}, expected {expected}",
         )
     return value
+
+
+def _messages(observation: Observation, role: str, call_id: str) -> Iterator[Message]:
+    """What an observation says, in plain texts."""
+    if not observation.messages:
+        said = observation.role or role
+        answered = call_id if said == "tool" else ""
+        yield Message(said, _text(observation.text), answered)
+    for message in observation.messages:
+        yield dataclasses.replace(message, content=_text(message.content))
 
 
 def _text(text: str) -> str:
