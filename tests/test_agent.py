@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from rollout_fakes import ANSWER, CALL, FakeEngine, FakeEnvironment, key, limits, never
 
-from thundersync_jax.chat import byte_level
+from thundersync_jax.chat import base, byte_level
 from thundersync_jax.chat.byte_level import END
 from thundersync_jax.envs.base import Action, Observation
 from thundersync_jax.rollout.agent import Agent
@@ -398,3 +398,58 @@ def test_record_does_not_change_with_the_callers_buffer():
     ids[:] = 0
     recorder.action([7], [-1.0], 0)
     assert recorder.trajectory(StopReason.FINISHED).ids.tolist() == [5, 6, 7]
+
+
+@pytest.mark.parametrize("setting", ["overflow", "cut"])
+def test_an_observation_that_cannot_fit_is_never_tokenised_whole(setting, monkeypatch):
+    """10 MB of a tool's output for 128 tokens (huggingface/trl#5521)."""
+    encoded = []
+    encode = byte_level.encode
+
+    def counted(text):
+        encoded.append(len(text))
+        return encode(text)
+
+    monkeypatch.setattr(byte_level, "encode", counted)
+    reply = "first line" + "x" * 10_000_000 + "last line"
+    trajectory, _, _ = play(
+        FakeEnvironment(reply=reply),
+        call_then_answer,
+        engine=FakeEngine(call_then_answer, context_tokens=128),
+        context_tokens=128,
+        long_observations=setting,
+        prefill_buckets=(128,),
+        gradient_buckets=(128,),
+    )
+    assert max(encoded) < 1000
+    if setting == "overflow":
+        assert trajectory.stop_reason is StopReason.CONTEXT_OVERFLOW
+        return
+    assert trajectory.stop_reason is StopReason.FINISHED and trajectory.turns == 2
+    observed = byte_level.decode(trajectory.ids[~trajectory.loss_mask])
+    assert "<tool>first line" in observed and "last line<assistant>" in observed
+    assert "characters left out]" in observed
+
+
+@pytest.mark.parametrize("most", [5, 30, 40, 55, 60, 10_000])
+@pytest.mark.parametrize("length", [0, 10, 50, 1000])
+def test_a_cut_text_keeps_its_head_and_its_tail(most, length):
+    text = "".join(chr(ord("a") + i % 26) for i in range(length))
+    asked = []
+
+    def tokens(shown):
+        asked.append(len(shown))
+        return len(shown)
+
+    shown = base.cut(text, most, tokens)
+    assert len(shown) <= most and max(asked, default=0) <= 8 * most + 60
+    if length <= most:
+        assert shown == text
+    elif shown:
+        head, _, rest = shown.partition("\n[")
+        gone, _, tail = rest.partition(" characters left out]\n")
+        assert text.startswith(head) and text.endswith(tail) and head
+        assert int(gone) == length - len(head) - len(tail)
+        assert abs(len(head) - len(tail)) <= 1
+    else:
+        assert most < 40

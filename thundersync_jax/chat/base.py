@@ -5,18 +5,21 @@ per turn the ids that were sampled and the ids of what follows them. The byte-le
 vocabulary is `byte_level.ByteLevel`, that of a model folder `templates.TemplateChat`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from thundersync_jax.types import Action, Message, Trajectory
 
+_CHARACTERS_PER_TOKEN = 8  # more than of most texts
+
 
 class Chat(Protocol):
     """What the host needs of a tokenizer and the format around it."""
 
     stop_ids: tuple[int, ...]  # the end tokens, any of which ends an action
+    longest_token: int  # most characters of a text that one token stands for
 
     def prompt(self, text: str) -> np.ndarray:
         """Returns int32[N], the prompt and what the policy acts after."""
@@ -50,6 +53,23 @@ class Chat(Protocol):
 
     def vocabulary(self) -> dict[str, int]:
         """Every token by its name."""
+
+
+def cut(text: str, most: int, tokens: Callable[[str], int]) -> str:
+    """A text of at most `most` tokens: itself, or its head and its tail.
+
+    Between them stands how much is left out. `tokens` counts those of a text, and is
+    never asked about much more than fits. Empty where not even that line fits.
+    """
+    kept = min(len(text), _CHARACTERS_PER_TOKEN * most)
+    while kept > 0:
+        head, tail = text[: kept - kept // 2], text[len(text) - kept // 2 :]
+        gone = len(text) - kept
+        shown = f"{head}\n[{gone} characters left out]\n{tail}" if gone else text
+        if tokens(shown) <= most:
+            return shown
+        kept = kept * 4 // 5
+    return ""
 
 
 class Piece(NamedTuple):

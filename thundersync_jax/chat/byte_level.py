@@ -161,6 +161,7 @@ class ByteLevel:
     """A `Chat` of bytes and a few marks; it knows one tool, without a name."""
 
     stop_ids = (END,)
+    longest_token = 1
     prompt = staticmethod(render_prompt)
     action = staticmethod(render_action)
     parse = staticmethod(parse_action)

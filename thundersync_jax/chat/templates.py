@@ -125,7 +125,9 @@ class TemplateChat:
         added = self._tokenizer.get_added_tokens_decoder()
         self._marks = {t.content: i for i, t in added.items() if t.special}
         self._special_ids = np.array(sorted(self._marks.values()), np.int64)
-        self.vocab_size = 1 + max(self.vocabulary().values())
+        vocabulary = self.vocabulary()
+        self.vocab_size = 1 + max(vocabulary.values())
+        self.longest_token = max(map(len, vocabulary))
         # Whether a turn begins in the middle of a thought.
         begins = self._render(self._user("?")).rstrip()
         self._thinks = begins.endswith(tool_calls.THINK)
@@ -287,15 +289,13 @@ class TemplateChat:
     def _encode(self, text: str) -> np.ndarray:
         """The ids of rendered text; the template has put its own first token there."""
         if _GUARD not in text:
-            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
-            return np.asarray(ids, np.int32)
+            return np.asarray(_ids(self._tokenizer, text), np.int32)
         ids = []
         for part in re.split(f"({self._any_mark.pattern})", text):
             if part in self._marks:
                 ids.append(self._marks[part])
             else:
-                plain = part.replace(_GUARD, "")
-                ids += self._plain.encode(plain, add_special_tokens=False).ids
+                ids += _ids(self._plain, part.replace(_GUARD, ""))
         return np.asarray(ids, np.int32)
 
     @functools.cached_property
@@ -312,3 +312,8 @@ class TemplateChat:
 
     def _refusal(self, problem: str, way_out: str) -> ConfigError:
         return ConfigError(f"the chat template of {self._folder} {problem}. {way_out}.")
+
+
+def _ids(tokenizer: Any, text: str) -> list[int]:
+    """Ids of a text; Python's other threads go on meanwhile, as in no other call."""
+    return tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids

@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -83,6 +84,8 @@ def load_tokenizer(folder: Path) -> Any:
             f"{folder} has a chat template and no {TOKENIZER_FILE}; expected both. "
             "Save the tokenizer as the `tokenizers` library does."
         )
+    # Batches are of one text; a process that forks would be warned of threads.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     tokenizers = installed("tokenizers", _USER, "hf")
     try:
         loaded = tokenizers.Tokenizer.from_file(str(file))

@@ -32,6 +32,7 @@ PartialGroups = refusals.PartialGroups
 UniformGroups = Literal[refusals.UniformGroups, "replace"]
 LatencyKind = Literal["none", "constant", "lognormal", "straggler"]
 CutActions = Literal["end", "run"]
+LongObservations = Literal["overflow", "cut"]
 Sampler = Literal["own_device", "shared"]
 TeacherDevice = Literal["own_device", "sampler"]
 SharePrompt = Literal["no", "group"]
@@ -61,6 +62,7 @@ class RolloutConfig:
     turns: int = 3  # most actions of a trajectory
     stop_ids: tuple[int, ...] | None = None  # end an action; none: the tokenizer's
     cut_actions: CutActions = "end"  # at the token limit: end the trajectory, or run it
+    long_observations: LongObservations = "overflow"  # that, or their middle left out
     prefill_buckets: tuple[int, ...] = ()  # padded lengths of new tokens
     gradient_buckets: tuple[int, ...] = ()  # padded lengths of trajectories
     segment_buckets: tuple[int, ...] = ()  # of turns and shared prompts; (): gradient's

@@ -13,12 +13,20 @@ import dataclasses
 import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from thundersync_jax.chat import base
 from thundersync_jax.chat.base import Chat
 from thundersync_jax.chat.byte_level import ByteLevel
 from thundersync_jax.config import RolloutConfig
@@ -42,6 +50,7 @@ from thundersync_jax.types import (
 # Part of every sampling seed: a phase keeps its number for good.
 PHASES = {"train": 0, "evaluate": 1, "warm_start": 2}
 WAITING = "the wait for a slot"
+_LONG_TEXT = 10_000  # characters, a few milliseconds
 _SESSIONS = itertools.count()
 Keep = Callable[[TrajectoryKey, Mapping[str, bytes | Path]], None]
 _BYTE_LEVEL = ByteLevel()
@@ -190,14 +199,16 @@ class Agent:
     async def _play(self) -> StopReason:
         """Runs start and all turns; returns how the policy ended."""
         limits = self.limits
-        ids = self._rendered(self.chat.prompt, await self._start())
-        room = limits.context_tokens - len(ids)
-        if room < 1:
+        prompt, room = await self._start(), limits.context_tokens
+        ids = await self._ids(self.chat.prompt, prompt, room)
+        if ids is None or len(ids) >= room:
+            tokens = f"more than {room}" if ids is None else len(ids)
             raise Stopped(
                 StopReason.CONTEXT_OVERFLOW,
-                f"the prompt has {len(ids)} tokens, rollout.context_tokens is "
-                f"{limits.context_tokens}; it leaves no room for an action",
+                f"the prompt has {tokens} tokens, rollout.context_tokens is {room}; it "
+                "leaves no room for an action",
             )
+        room -= len(ids)
         self.recorder = Recorder(self.key, ids, self.policy_version)
         if self.teacher is not None:
             self._scorer = TurnScorer(
@@ -217,10 +228,11 @@ class Agent:
             if turn + 1 == limits.turns:
                 return StopReason.TURN_LIMIT
             ended = action.ids[-1] in self.chat.stop_ids
-            ids = self._rendered(self.chat.observation, observation.messages, ended)
-            room = limits.context_tokens - self.recorder.length - len(ids)
-            if room < 1:
+            room = limits.context_tokens - self.recorder.length
+            ids = await self._observed(observation.messages, ended, room)
+            if ids is None:
                 return StopReason.CONTEXT_OVERFLOW
+            room -= len(ids)
             self.recorder.observation(ids)
         raise AssertionError("rollout.turns is at least 1")
 
@@ -237,10 +249,49 @@ class Agent:
         )
         return _text(_expect(prompt, str, self.doing, "the prompt's text"))
 
-    def _rendered(self, function: Callable[..., np.ndarray], *given: Any) -> np.ndarray:
-        """Ids of an environment's text, which may be what no chat can render."""
+    async def _observed(
+        self, messages: Sequence[Message], ended: bool, room: int
+    ) -> np.ndarray | None:
+        """Ids of an observation, cut if a setting says so; None if it does not fit."""
+        ids = await self._ids(self.chat.observation, messages, room, ended)
+        if ids is not None and len(ids) < room:
+            return ids
+        most = room - self.limits.turn_tokens
+        if self.limits.long_observations == "overflow" or most < 1:
+            return None
+        longest = max(range(len(messages)), key=lambda i: len(messages[i].content))
+
+        def with_text(text: str) -> Sequence[Message]:
+            shown = dataclasses.replace(messages[longest], content=text)
+            return [*messages[:longest], shown, *messages[longest + 1 :]]
+
+        def tokens(text: str) -> int:
+            return len(self.chat.observation(with_text(text), ended))
+
+        whole = messages[longest].content
+        text = await asyncio.to_thread(base.cut, whole, most, tokens)
+        return self.chat.observation(with_text(text), ended) if text else None
+
+    async def _ids(
+        self,
+        function: Callable[..., np.ndarray],
+        said: str | Sequence[Message],
+        room: int,
+        *given: Any,
+    ) -> np.ndarray | None:
+        """Ids of an environment's text, which may be what no chat can render.
+
+        None of a text that cannot have room: it is not tokenised. A long one is, beside
+        the event loop.
+        """
+        texts = [said] if isinstance(said, str) else [part.content for part in said]
+        characters = sum(map(len, texts))
+        if characters > room * self.chat.longest_token:
+            return None
         try:
-            return function(*given)
+            if characters > _LONG_TEXT:
+                return await asyncio.to_thread(function, said, *given)
+            return function(said, *given)
         except Exception as error:
             reason = f"the text of {self.doing} cannot be rendered: {one_line(error)}"
             raise Stopped(StopReason.ENVIRONMENT_ERROR, reason) from error
