@@ -277,7 +277,10 @@ class _Counts:
                 turns = list(tasks.demonstrate(task)) if tasks.demonstrate else []
                 self.without_action += split == "train" and not turns
                 texts.update(fingerprint.text([prompt, turns]).encode())
-                most.append(bounds.most_tokens(prompt, turns))
+                # Tools of its own stand around a task that nobody has looked at.
+                known = not callable(tasks.tools)
+                bound = bounds.most_tokens(prompt, turns) if known else _UNKNOWN_TOKENS
+                most.append(bound)
             self._most[split] = np.array(most, np.int64)
             self._exact[split] = np.full(len(most), -1, np.int64)
         self.fingerprint = hashing.fingerprint()
