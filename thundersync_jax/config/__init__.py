@@ -1,5 +1,6 @@
 """The settings of a run: nested frozen dataclasses, checked as they are built."""
 
+# ruff: noqa: F401
 from thundersync_jax.config.groups import (
     MOST_STOP_IDS,
     Accumulator,
@@ -30,35 +31,3 @@ from thundersync_jax.config.loss import LossConfig, OptimConfig
 from thundersync_jax.config.model import ModelConfig
 from thundersync_jax.config.model_folder import RopeScaling
 from thundersync_jax.config.run import Config
-
-__all__ = [
-    "MOST_STOP_IDS",
-    "Accumulator",
-    "ChatConfig",
-    "ChatFormat",
-    "CheckpointConfig",
-    "Config",
-    "CutActions",
-    "EnvConfig",
-    "EvaluationConfig",
-    "LatencyConfig",
-    "LatencyKind",
-    "LossConfig",
-    "MeshConfig",
-    "MetricsConfig",
-    "ModelConfig",
-    "OptimConfig",
-    "PartialGroups",
-    "PublishedDtype",
-    "Release",
-    "RolloutConfig",
-    "RopeScaling",
-    "Sampler",
-    "SharePrompt",
-    "TeacherConfig",
-    "TeacherDevice",
-    "Thinking",
-    "UniformGroups",
-    "VLLMConfig",
-    "WarmStartConfig",
-]

@@ -43,19 +43,21 @@ def is_number(value: Any) -> bool:
 
 
 def positive(group: Any, prefix: str, names: list[str], way_out: str = "") -> None:
-    """Requires fields of a group to be above zero."""
+    """Requires fields of a group to be above zero, or none."""
     for name in names:
         value = getattr(group, name)
+        above = value is None or value > 0
         instead = way_out or f"Raise {prefix}{name}."
-        require(value > 0, f"{prefix}{name} is {value}", "more than 0", instead)
+        require(above, f"{prefix}{name} is {value}", "more than 0", instead)
 
 
 def at_least_zero(group: Any, prefix: str, names: list[str]) -> None:
-    """Requires fields of a group to be zero or above."""
+    """Requires fields of a group to be zero or above, or none."""
     for name in names:
         value = getattr(group, name)
+        there = value is None or value >= 0
         way_out = f"Set {prefix}{name} to 0."
-        require(value >= 0, f"{prefix}{name} is {value}", "at least 0", way_out)
+        require(there, f"{prefix}{name} is {value}", "at least 0", way_out)
 
 
 def below(group: Any, prefix: str, names: list[str], limit: float) -> None:

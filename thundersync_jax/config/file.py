@@ -139,20 +139,14 @@ def _call_get_config(module: ModuleType, path: str, variant: str | None) -> Any:
             "Define it."
         )
     takes = bool(inspect.signature(module.get_config).parameters)
-    if takes:
-        config = module.get_config(variant)
-        if variant is None or not _ignores_variant(config, module.get_config):
-            return config
-        raise ConfigError(
-            f"--config names variant {variant!r}, but get_config of {path} returns the "
-            f"same for it as for none, expected a variant. Write --config={path}."
-        )
-    if variant is not None:
-        raise ConfigError(
-            f"--config names variant {variant!r}, but get_config of {path} takes none, "
-            f"expected no variant. Write --config={path}."
-        )
-    return module.get_config()
+    config = module.get_config(variant) if takes else module.get_config()
+    if variant is None or (takes and not _ignores_variant(config, module.get_config)):
+        return config
+    does = "returns the same for it as for none" if takes else "takes none"
+    raise ConfigError(
+        f"--config names variant {variant!r}, but get_config of {path} {does}, "
+        f"expected {'a' if takes else 'no'} variant. Write --config={path}."
+    )
 
 
 def _ignores_variant(config: Any, get_config: Callable[[str | None], Any]) -> bool:

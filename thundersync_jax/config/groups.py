@@ -1,7 +1,4 @@
-"""The settings of rollouts, environments, engines, meshes and of a run's rhythm.
-
-Frozen dataclasses, each checked by itself as it is built.
-"""
+"""The settings of rollouts, environments, engines, meshes and of a run's rhythm."""
 
 import dataclasses
 import itertools
@@ -87,11 +84,9 @@ class RolloutConfig:
         sizes += ["verify_timeout_secs", "step_timeout_secs"]
         sizes += ["verify_concurrency", "attempts", "mismatch_warning"]
         sizes += ["close_timeout_secs", "blocked_secs"]
+        sizes += ["replacement_groups", "environments"]
         positive(self, "rollout.", sizes)
         share(self, "rollout.", ["failed_share_limit"])
-        for name in ("replacement_groups", "environments"):
-            if getattr(self, name) is not None:
-                positive(self, "rollout.", [name])
         require(
             self.slots >= LEAST_SLOTS,
             f"rollout.slots is {self.slots}",
@@ -224,11 +219,9 @@ class VLLMConfig:
     def __post_init__(self):
         check_types(self, "vllm.")
         positive(self, "vllm.", ["request_timeout_secs", "attempts"])
-        positive(self, "vllm.", ["publish_timeout_secs"])
+        positive(self, "vllm.", ["publish_timeout_secs", "probe_tolerance"])
         names = [field.name for field in dataclasses.fields(self)][1:]
         effective(self, "vllm.", names, "servers")
-        if self.probe_tolerance is not None:
-            positive(self, "vllm.", ["probe_tolerance"])
         check_servers("vllm.servers", self.servers)
         require(
             not self.servers or self.weights_dir is not None,

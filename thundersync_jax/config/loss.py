@@ -70,8 +70,7 @@ class OptimConfig:
                 "at least 0 and below 1",
                 f"Set optim.{name} to 0.9 or the like.",
             )
-        if self.clip_norm is not None:
-            positive(self, "optim.", ["clip_norm"], "Turn clipping off with none.")
+        positive(self, "optim.", ["clip_norm"], "Turn clipping off with none.")
 
 
 def _check_named(setting: str, name: str, built_in: tuple[str, ...]) -> None:
@@ -133,13 +132,9 @@ class LossConfig:
         sizes = ["baseline", "kl_coef", "entropy_coef", "length_penalty"]
         sizes += ["distill_coef"]
         below(self, "loss.", sizes, LARGEST_REWARD)
-        if self.constant is not None:
-            positive(self, "loss.", ["constant"])
-        if self.importance_cap is not None:
-            positive(self, "loss.", ["importance_cap"], "Turn it off with none.")
+        positive(self, "loss.", ["constant", "distill_top_k"])
+        positive(self, "loss.", ["importance_cap"], "Turn it off with none.")
         positive(self, "loss.", ["distill_coef"], "Turn it off with distill='none'.")
-        if self.distill_top_k is not None:
-            positive(self, "loss.", ["distill_top_k"])
         require(
             self.advantage != "none" or self.distill != "none",
             f"loss.advantage is 'none' with loss.distill {self.distill!r}",

@@ -1,8 +1,4 @@
-"""The settings of the model: its shape, and how it computes.
-
-With `model.path` the shape is that of a Hugging Face folder (`model_folder.py`), read
-as the settings are made; weights are read later.
-"""
+"""The settings of the model: its shape, and how it computes."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -29,8 +25,9 @@ MatmulPrecision = Literal["default", "high", "highest"]
 class ModelConfig:
     """A decoder of the Qwen and Llama family, or what `factory` makes of the fields.
 
-    A `path` decides every field of `SHAPE`, whatever else was given for it: replacing
-    the path replaces the shape, and `path=None` keeps the shape alone.
+    A `path` decides every field of `SHAPE`, whatever else was given for it, as the
+    settings are made: replacing the path replaces the shape, and `path=None` keeps the
+    shape alone.
     """
 
     path: str | None = None  # a Hugging Face folder: its shape and its weights

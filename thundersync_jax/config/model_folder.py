@@ -76,9 +76,7 @@ class RopeScaling:
         prefix = "model.rope."
         check_types(self, prefix)
         sizes = ["factor", "original_tokens", "low_freq_factor", "high_freq_factor"]
-        positive(self, prefix, [*sizes, "beta_fast", "beta_slow"])
-        if self.attention_factor is not None:
-            positive(self, prefix, ["attention_factor"])
+        positive(self, prefix, [*sizes, "beta_fast", "beta_slow", "attention_factor"])
         for names, kinds in (
             (["factor"], ("linear", "llama3", "yarn")),
             (["original_tokens"], ("llama3", "yarn")),
@@ -181,10 +179,8 @@ class Reader:
             if field not in ("kv_heads", "head_dim")
         }
         heads, width = sizes["heads"], sizes["width"]
-        if family.model_type == "llama":
-            sizes["kv_heads"] = self.number(self._values, SIZES["kv_heads"], heads)
-        else:
-            sizes["kv_heads"] = self.number(self._values, SIZES["kv_heads"])
+        own_kv_heads = heads if family.model_type == "llama" else None
+        sizes["kv_heads"] = self.number(self._values, SIZES["kv_heads"], own_kv_heads)
         own_head_dim = family.head_dim or width // max(heads, 1)
         sizes["head_dim"] = self.number(self._values, "head_dim", own_head_dim)
         theta, rope = self._rope()

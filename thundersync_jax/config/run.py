@@ -1,8 +1,7 @@
 """`Config`, the settings of a run, and what its groups have to agree on.
 
 A config file is Python with `get_config(variant: str | None = None) -> Config`; a
-variant is `dataclasses.replace` on a base. What a group of settings knows by itself it
-checks by itself (`config/groups.py`). Nothing here touches a device.
+variant is `dataclasses.replace` on a base. Nothing here touches a device.
 """
 
 import dataclasses
@@ -77,18 +76,14 @@ class Config:
 
     def __post_init__(self):
         check_types(self, "")
-        at_least_zero(self, "", ["seed"])
-        positive(self, "", ["steps", "open_trajectories"])
+        at_least_zero(self, "", ["seed", "open_groups"])
+        positive(self, "", ["steps", "open_trajectories", "group_sum_bytes"])
         require(
             self.steps < _MOST_STEPS,
             f"steps is {self.steps}",
             f"less than {_MOST_STEPS}: random numbers derive from 32 bits of a step",
             "Set steps to what the run may take.",
         )
-        if self.open_groups is not None:
-            at_least_zero(self, "", ["open_groups"])
-        if self.group_sum_bytes is not None:
-            positive(self, "", ["group_sum_bytes"])
         _check(self)
 
     @property
@@ -226,10 +221,8 @@ def _check_teacher(config: Config) -> None:
         f"Set loss.distill to 'sampled_reverse_kl' or leave teacher.{name} out.",
     )
     _check_remote_teacher(config)
-    if loss.advantage != "none":
-        return
     require(
-        config.release != "group",
+        config.release != "group" or loss.advantage != "none",
         "release is 'group' with loss.advantage 'none'",
         "'batch', 'trajectory' or 'turn': without rewards nobody waits for a group",
         "Set release to 'trajectory'.",
@@ -255,9 +248,8 @@ def _check_remote_teacher(config: Config) -> None:
         "student and teacher must be compared at the same one",
         "Set rollout.temperature to 1, or let a run teach: teacher.workdir.",
     )
-    full = loss.distill != "sampled_reverse_kl" and loss.distill_top_k is None
     require(
-        not full,
+        loss.teacher_kind != "full",
         f"loss.distill is {loss.distill!r} with loss.distill_top_k none and "
         "teacher.servers",
         "a number of likeliest ids: servers do not send whole distributions",

@@ -1,7 +1,6 @@
 """Settings: the fields of nested frozen dataclasses, by dotted name.
 
-Types are checked, texts parsed and values listed from the annotations alone. This file
-knows neither which settings exist (`config.py`) nor the command line (`flags.py`).
+Types are checked, texts parsed and values listed from the annotations alone.
 """
 
 import ast
@@ -300,16 +299,12 @@ def _comments(cls: type) -> dict[str, str]:
         for token in tokenize.generate_tokens(io.StringIO(source).readline)
         if token.type == tokenize.COMMENT
     }
-    fields = [
-        node
-        for node in ast.parse(source).body[0].body
-        if isinstance(node, ast.AnnAssign)
-    ]
     return {
         node.target.id: " ".join(
             by_line[line]
             for line in range(node.lineno, node.end_lineno + 1)
             if line in by_line
         )
-        for node in fields
+        for node in ast.parse(source).body[0].body
+        if isinstance(node, ast.AnnAssign)
     }
