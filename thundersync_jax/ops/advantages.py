@@ -1,12 +1,7 @@
 """Advantages on the host, in float64: all rewards of one scope in, numbers out.
 
-An estimator is one function of an array of rewards, A_i = phi(r_i; {r_1 ... r_N}). Its
-*scope* says whose they are: those of one group, of all kept groups of a step (batch),
-or the member's own alone (member). Where it is *affine* in the member's own reward two
-sums of score gradients serve any number of rewards, otherwise two distinct ones
-(`line`).
-
-Equal rewards get equal advantages, so that a scope is a `table` with one row for each
+An estimator is one function of an array of rewards, A_i = phi(r_i; {r_1 ... r_N}).
+Equal rewards get equal advantages, so that it is a `table` with one row for each
 distinct reward. Those below subtract a reward before they take moments, in two passes:
 rewards 1000 and 1001 lose no digits and, but for a fixed baseline, equal rewards give
 exactly 0. What a reward loses before is here too: `length_penalty`, `PromptBaseline`.
@@ -38,20 +33,19 @@ _PROBES = (
 class Estimator:
     """One function of rewards, and what it declares about itself.
 
-    Attributes:
-      function: Rewards float64[N] of one scope, N >= 1, to advantages float64[N]. It
-        may depend on a member's own reward and on the set of all rewards, nothing else.
-      scope: "group", "batch" or "member", of which it is given the rewards.
-      affine: Whether A_i = scale * r_i + offset with scale and offset of the set. A
-        wrong True makes wrong gradients; a wrong False costs only waiting.
-
     Raises:
       ValueError: On one of some small lists of rewards it does not do as declared.
     """
 
-    name: str  # shown in reports and errors
+    name: str  #: shown in reports and errors
+    #: Rewards float64[N] of one scope, N >= 1, to advantages float64[N]. It may depend
+    #: on a member's own reward and on the set of all rewards, nothing else.
     function: Callable[[np.ndarray], np.ndarray]
+    #: Whose rewards it is given: those of one "group", of all kept groups of a step
+    #: ("batch"), or the "member"'s own alone.
     scope: Scope = "group"
+    #: Whether A_i = scale * r_i + offset with scale and offset of the set. A wrong True
+    #: makes wrong gradients; a wrong False costs only waiting.
     affine: bool = False
 
     def __post_init__(self):
@@ -187,10 +181,7 @@ def leave_one_out_std(ddof: int = 1, eps: float = 1e-6) -> Estimator:
 
 
 def batch_mean_std(ddof: int = 0, eps: float = 1e-6) -> Estimator:
-    """Deviation from the mean over all groups of the step, over its deviation.
-
-    A_i = (r_i - mean(r)) / (std(r) + eps), and 0 where std(r) = 0, with the moments of
-    the rewards of all kept groups of a step.
+    """`mean_std` with the moments of the rewards of all kept groups of a step.
 
     `ddof` and `eps` are those of `mean_std`, which refuses the same.
 

@@ -21,7 +21,7 @@ from .logprobs import inverse_temperature
 def sampled_reverse_kl(
     logprob_t: jax.Array, teacher_logprob_t: jax.Array, weight_t: jax.Array
 ) -> jax.Array:
-    """Reverse KL from the probabilities of the student's own tokens alone.
+    """Reverse KL, a scalar, from the probabilities of the student's own tokens alone.
 
         sum_t w_t exp(log p_t - sg log p_t) sg(log p_t - log q_t)
 
@@ -38,9 +38,6 @@ def sampled_reverse_kl(
         detached.
       weight_t: float[T], 0 at positions that are not trained or not scored; whatever
         stands there reaches neither value nor gradient.
-
-    Returns:
-      Scalar, to be added to what is minimised.
 
     Source: MiniLLM (arXiv 2306.08543), the one-step part of its gradient.
     Differs: no credit for later tokens; that part is the contexts' dependence.
@@ -82,16 +79,13 @@ def forward_kl(logprob_v: jax.Array, teacher_logprob_v: jax.Array) -> jax.Array:
 
 
 def jensen_shannon(logprob_v: jax.Array, teacher_logprob_v: jax.Array) -> jax.Array:
-    """Jensen-Shannon divergence: between both KLs, and never above log 2.
+    """Jensen-Shannon divergence, in nats: finite, and never above log 2.
 
         KL(p || m) / 2 + KL(q || m) / 2,  m = (p + q) / 2
 
     Args:
       logprob_v: float[V], log p, normalised; -inf is probability 0.
       teacher_logprob_v: float[V], log q over the same V outcomes; detached.
-
-    Returns:
-      Scalar, in nats; finite whatever has probability 0.
 
     Source: GKD (arXiv 2306.13649), its generalised divergence at beta = 1/2.
     """

@@ -1,10 +1,8 @@
 """The terms of one sample's loss, the weights of its tokens, and how far they are off.
 
-How tokens are weighed against each other is decided here, on the host; what the sum is
-divided by at the end of a step (trajectories, tokens) belongs to whoever sums. Every
-term takes the tokens' contexts as given: their own dependence on the parameters is not
-differentiated. What stands at positions of weight 0, NaN and infinities included,
-reaches neither value nor gradient.
+Every term takes the tokens' contexts as given: their own dependence on the parameters
+is not differentiated. What stands at positions of weight 0, NaN and infinities
+included, reaches neither value nor gradient.
 """
 
 from collections.abc import Mapping
@@ -79,7 +77,7 @@ def policy_gradient(logprob_t: jax.Array, weight_t: jax.Array) -> jax.Array:
 def turn_credit(
     logprob_t: jax.Array, weight_t: jax.Array, u_t: jax.Array, v_t: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Both parts of a surrogate whose tokens carry credit A * u_t + v_t.
+    """Both parts, two scalars, of a surrogate whose tokens carry credit A * u_t + v_t.
 
         weighted = - sum_t w_t u_t log pi(a_t | h_t)
         additive = - sum_t w_t v_t log pi(a_t | h_t)
@@ -92,9 +90,6 @@ def turn_credit(
       weight_t: float[T], 0 at positions that are not trained.
       u_t: float[T], what a token's share of the advantage is multiplied by; detached.
       v_t: float[T], credit in units of the advantage; detached.
-
-    Returns:
-      Two scalars: `weighted`, to be multiplied by the advantage, and `additive`.
 
     Source: TRACE (arXiv 2607.13988) has credit of this form. How u and v are found is
       not the business of this function.
@@ -202,37 +197,28 @@ def importance_weights(
 def log_ratio(
     logprob_t: jax.Array, sampler_logprob_t: jax.Array, trained_t: jax.Array
 ) -> jax.Array:
-    """Learner over sampler, detached; 0 at positions that are not trained.
+    """Learner over sampler, float[T], detached; 0 at positions that are not trained.
 
         d_t = log pi_learner(a_t | h_t) - log pi_sampler(a_t | h_t)
 
-    Args:
-      logprob_t: float[T], of the learner.
-      sampler_logprob_t: float[T], as recorded when the tokens were drawn.
-      trained_t: bool[T], True on sampled tokens.
+    The arguments are those of `importance_weights`.
     """
     d_t = logprob_t - sampler_logprob_t.astype(logprob_t.dtype)
     return select(trained_t, jax.lax.stop_gradient(d_t))
 
 
 def select(counts_t: jax.Array, x_t: jax.Array) -> jax.Array:
-    """`x_t` at positions that count and 0 elsewhere, before any product or divergence.
+    """`x_t`, float[T, ...], where `counts_t`, bool[T], is True, and 0 elsewhere.
 
-    Selected behind it, whatever stands there would still reach the gradient, as a
-    cotangent of 0 times NaN.
-
-    Args:
-      counts_t: bool[T].
-      x_t: float[T, ...].
+    It comes before any product or divergence: selected behind it, whatever stands there
+    would still reach the gradient, as a cotangent of 0 times NaN.
     """
     counts_t = counts_t.reshape(counts_t.shape + (1,) * (x_t.ndim - counts_t.ndim))
     return jnp.where(counts_t, x_t, jnp.zeros_like(x_t))
 
 
 def weighted_sum(x_t: jax.Array, weight_t: jax.Array) -> jax.Array:
-    """Sum over the tokens of a sample.
-
-        sum_t w_t x_t
+    """Sum over the tokens of a sample, sum_t w_t x_t.
 
     Args:
       x_t: float[T]; the sum has its dtype.
@@ -250,11 +236,7 @@ def mismatch(
 ) -> dict[str, jax.Array]:
     """How far a sampler is off the learner, in sums over the tokens of a sample.
 
-    Args:
-      logprob_t: float[T], of the learner.
-      sampler_logprob_t: float[T], as recorded when the tokens were drawn.
-      trained_t: bool[T], True on sampled tokens.
-      cap: Of truncated importance weights, > 0.
+    The arguments are those of `importance_weights`.
 
     Returns:
       Scalars in the dtype of `logprob_t`, without gradient: `abs_log_ratio`, the sum
