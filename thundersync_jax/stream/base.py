@@ -15,7 +15,7 @@ import jax
 
 from thundersync_jax.stream import refusals
 from thundersync_jax.stream.learner import Learner
-from thundersync_jax.stream.ledger import Entry, Ledger, Report
+from thundersync_jax.stream.ledger import Computed, Entry, Ledger, Report
 from thundersync_jax.stream.padding import Padded
 from thundersync_jax.stream.schedule import Close, Item, Schedule, Turns
 from thundersync_jax.stream.surrogate import Gradient, Sample
@@ -77,7 +77,10 @@ class Stream:
                 call = self._next_call()
                 if call is None:
                     return self._schedule.ready
-                self._start(call)
+                computed = self._start(call)
+                self._ledger.record_call(computed)
+                if self._on_call:
+                    self._on_call(call, computed.evaluated.finite)
 
     def drain(self) -> None:
         """Starts ready work, and waits until none is left waiting for a replica."""
@@ -147,7 +150,7 @@ class Stream:
         """What a free replica should do next, or None."""
         raise NotImplementedError
 
-    def _start(self, call: Any) -> None:
+    def _start(self, call: Any) -> Computed:
         """Has the learner compute what the schedule decided."""
         raise NotImplementedError
 

@@ -273,7 +273,7 @@ class GradientStream(Stream):
         replica = self._learner.free
         return None if replica is None else self._schedule.next_call(replica)
 
-    def _start(self, call: Call) -> None:
+    def _start(self, call: Call) -> Computed:
         ledger, first = self._ledger, call.items[0]
         rewards = [self._schedule.roster.reward_of(item) for item in call.items]
         samples = [ledger.samples[item[:3]].tree for item in call.items]
@@ -291,9 +291,7 @@ class GradientStream(Stream):
             samples += samples[:1] * (call.rows - len(samples))
             weights = self._weights(call, rewards)
             evaluated = self._learner.weighed(call, samples, weights, unit)
-        ledger.record_call(Computed(call, early, linear, evaluated))
-        if self._on_call:
-            self._on_call(call, evaluated.finite)
+        return Computed(call, early, linear, evaluated)
 
     def _unit(self, group: Hashable) -> Hashable:
         """The name of a group's unit, as the schedule has it."""

@@ -69,8 +69,7 @@ def split(params: Tree, frozen: Tree = None) -> tuple[list[Tree], list[Tree]]:
     """One view per replica of arrays that are copied over the `replica` axis.
 
     Parameters that lie on no mesh with such an axis are one replica as they are.
-    Arrays of `frozen` that lie elsewhere are copied whole to every replica. Returns the
-    views of `params` and of `frozen`, one each per replica.
+    Arrays of `frozen` that lie elsewhere are copied whole to every replica.
     """
     leaves = jax.tree.leaves(params)
     if not leaves:

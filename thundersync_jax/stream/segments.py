@@ -10,8 +10,7 @@ its own gradient and the cotangents of the state before it; these add up in floa
 are pushed through the earlier segments, last to first, once the trajectory is closed.
 
 The last hidden vector of a segment is part of its state: it predicts the first token of
-the next. What pieces cost is in `docs/method.md`. This module knows no model and
-decides nothing.
+the next. What pieces cost is in `docs/method.md`.
 """
 
 import dataclasses
@@ -46,23 +45,18 @@ class State(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Segments:
-    """A surrogate in pieces. Make one per run: compiled programs belong to the object.
+    """A surrogate in pieces. Make one per run, which compiled programs belong to."""
 
-    Attributes:
-      function: Maps (params, state, sample), or (params, frozen, state, sample) where
-        a stream has `frozen`, to a `Surrogate` and to the state with the segment's own
-        part of `kept`: its tokens alone. A sample is a dict, and its "start" int32[]
-        says how many tokens are before it.
-      empty: Maps a number of slots to the state before the first token: `kept` with
-        room for so many tokens.
-      slots: Tokens that the longest trajectory keeps.
-      axis: Of `kept`, along which tokens lie.
-    """
-
+    #: Maps (params, state, sample), or (params, frozen, state, sample) where a stream
+    #: has `frozen`, to a `Surrogate` and to the state with the segment's own part of
+    #: `kept`: its tokens alone. A sample is a dict, and its "start" int32[] says how
+    #: many tokens are before it.
     function: Callable[..., tuple[surrogate.Surrogate, State]]
+    #: Maps a number of slots to the state before the first token: `kept` with room for
+    #: so many tokens.
     empty: Callable[[int], State]
-    slots: int
-    axis: int = 0
+    slots: int  #: tokens that the longest trajectory keeps
+    axis: int = 0  #: of `kept`, along which tokens lie
 
     def __call__(self, *arguments: Any) -> tuple[surrogate.Surrogate, State]:
         return self.function(*arguments)
@@ -261,9 +255,7 @@ class OpenTrajectory:
 class SharedPrompt:
     """A group's prompt on one replica: run forward once, and backward once.
 
-    Each member's gradient is taken with respect to the parameters and to the state
-    behind the prompt. The cotangents of that state are summed as the gradients are, in
-    the same kind of sums, and pushed through the prompt once all are in.
+    The cotangents of the state behind it are summed as its members' gradients are.
     """
 
     def __init__(self, segments: Segments, replica: Replica, sample: Sample, kind: str):

@@ -189,16 +189,14 @@ class ExactSums:
         additive: Tree | None,
     ) -> None:
         """Adds to the sum of a reward, and to the additive one."""
+        held, free = self._sums[call.replica], self._free[call.replica]
         for key, gradient in ((reward, weighted), (None, additive)):
             if gradient is None:
                 continue
-            held = self._sums[call.replica]
             old = held.pop((call.place, key), None)
             fresh = old is None
             if fresh:
-                free = self._free[call.replica]
-                view = self._views[call.replica]
-                old = free.pop() if free else exact_sum.init(view)
+                old = free.pop() if free else exact_sum.init(self._views[call.replica])
             new = _in_place(exact_sum.add, old, gradient, np.bool_(fresh))
             held[call.place, key] = new
 

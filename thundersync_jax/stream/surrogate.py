@@ -116,9 +116,10 @@ def structure(
             f"the surrogate function returned {type(out).__name__}; expected "
             "Surrogate(weighted, additive=None, metrics=None)"
         )
-    if out.weighted is None and out.additive is None:
+    both = {"weighted": out.weighted, "additive": out.additive}
+    scalars = {name: x for name, x in both.items() if x is not None}
+    if not scalars:
         raise TypeError("the surrogate has neither `weighted` nor `additive`; give one")
-    scalars = {"weighted": out.weighted, "additive": out.additive}
     for kind in ("metrics", "diagnostics"):
         columns = getattr(out, kind) or {}
         if not isinstance(columns, dict):
@@ -131,15 +132,12 @@ def structure(
             for name, x in columns.items()
         }
     for name, x in scalars.items():
-        if x is None:
-            continue
         if getattr(x, "shape", None) != ():
             raise TypeError(
                 f"{name} of the surrogate is {x}; expected a scalar: sum over tokens "
                 "inside the surrogate function"
             )
-        part = name in ("weighted", "additive")
-        if part and not jnp.issubdtype(x.dtype, jnp.floating):
+        if name in both and not jnp.issubdtype(x.dtype, jnp.floating):
             raise TypeError(f"{name} of the surrogate has dtype {x.dtype}, not a float")
         kinds = (jnp.bool_, jnp.integer, jnp.floating)
         if not any(jnp.issubdtype(x.dtype, kind) for kind in kinds):

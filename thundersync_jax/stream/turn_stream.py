@@ -31,29 +31,22 @@ class TurnStream(Stream):
     """Collects one step turn by turn. One thread owns a stream.
 
     What it refuses changes nothing and the stream goes on. An error half-way through a
-    decision ends it.
+    decision ends it. `params`, `denominator`, `policy_version`, `frozen` and
+    `on_compile` are those of `GradientStream`.
 
     Args:
       surrogate: A `Segments` whose surrogate is `additive` alone; for context "turn" a
         function of (params, sample), or (params, frozen, sample).
-      params: Parameters to differentiate, floating-point arrays. Where they lie on a
-        mesh with an axis named "replica", every index of it works on its own.
       context: What a turn was sampled in. "trajectory": all turns before it, through
         which it has a gradient. "turn": a prompt of its own, which the sample holds,
         for harnesses that rewrite the history; nothing is replayed. It is another
         objective: what a turn does to the prompts of later ones has no gradient.
-      denominator: Z: "none" (1), "groups" or "trajectories" kept, their "tokens", or a
-        number.
       open_trajectories: How many may hold sums and states at a time.
       partial_groups: What a group with failed members does: "drop" leaves nothing of
         it, and then a trajectory holds its sums until its group is complete; "keep"
         leaves the others, "fail" ends the step with an error.
-      policy_version: Of `params`; turns of another one are refused. Where it is None
-        the first version seen is the one.
-      frozen: Further arrays for the surrogate. No gradient.
       on_call: Called with each `TurnCall` or `Prompt` and an array that is ready when
         it has ended.
-      on_compile: Called with one line before a gradient program compiles.
 
     Raises:
       ValueError: A setting is not one of the above.
@@ -190,7 +183,7 @@ class TurnStream(Stream):
         free = self._learner.free_replicas
         return self._schedule.next_call(free) if free else None
 
-    def _start(self, call: TurnCall) -> None:
+    def _start(self, call: TurnCall) -> Computed:
         item, as_call = call.item, call.as_call
         self._hold(call.place)
         sample = self._ledger.samples[item[:3]].tree
@@ -200,6 +193,4 @@ class TurnStream(Stream):
             weights = np.array([[0.0, 1.0]])
             evaluated = self._learner.weighed(as_call, [sample], weights, item[:2])
         early = self._schedule.roster.unsettled > 0
-        self._ledger.record_call(Computed(as_call, (early,), None, evaluated))
-        if self._on_call:
-            self._on_call(call, evaluated.finite)
+        return Computed(as_call, (early,), None, evaluated)

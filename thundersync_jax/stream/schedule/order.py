@@ -117,12 +117,11 @@ class Schedule:
         """Forgets waiting samples of a closed group. Returns how many they were."""
         unit, gone = self._units[group], 0
         for waiting in (self._final, unit.pending):
-            out = [x for x in waiting if x.group == group and x.member in members]
+            out = {x for x in waiting if x.group == group and x.member in members}
             unit.left.subtract(map(self.roster.reward_of, out))
             gone += len(out)
             if out:
-                forgotten = set(out)
-                waiting[:] = [x for x in waiting if x not in forgotten]
+                waiting[:] = [x for x in waiting if x not in out]
         self._unstarted[group] -= gone
         return gone
 
