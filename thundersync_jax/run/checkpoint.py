@@ -1,8 +1,7 @@
 """Checkpoints: what a run needs to go on exactly.
 
 Arrays and the host's facts of a step are committed together, by one rename, so a run
-that is killed at any moment finds its newest whole checkpoint. When to save, and what
-belongs to the state, the trainer decides.
+that is killed at any moment finds its newest whole checkpoint.
 """
 
 import contextlib

@@ -1,8 +1,7 @@
 """What a stream is told of a run's groups and trajectories, under every release rule.
 
-And made-up ones, which compile every gradient program that a step may need.
-
-The same whether they are rolled out right now (`step`) or replayed (`measure.replay`).
+It is the same whether they are rolled out (`step`) or replayed (`measure.replay`).
+Made-up ones compile every gradient program that a step may need.
 """
 
 from collections.abc import Hashable, Sequence
@@ -10,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from thundersync_jax.run import samples
 from thundersync_jax.run.run import Run
 from thundersync_jax.stream.gradient_stream import GradientStream
 from thundersync_jax.stream.padding import Padded
@@ -27,17 +27,13 @@ def open_group(
     prompt = run.samples.prompt(step, group)
     if isinstance(stream, TurnStream):
         stream.open_group(group, members, prompt=prompt)
-        return
-    baseline = run.group_baseline(step, group)
-    stream.open_group(group, members, prompt=prompt, baseline=baseline)
+    else:
+        baseline = run.group_baseline(step, group)
+        stream.open_group(group, members, prompt=prompt, baseline=baseline)
 
 
 def turn(
-    run: Run,
-    stream: Stream,
-    trajectory: Trajectory,
-    start: int,
-    end: int | None = None,
+    run: Run, stream: Stream, trajectory: Trajectory, start: int, end: int | None = None
 ) -> None:
     """A teacher has scored a turn, which is new from `start` to `end`, or the end.
 
@@ -59,7 +55,7 @@ def complete(run: Run, stream: Stream, trajectory: Trajectory) -> None:
     group, member = trajectory.key.group, trajectory.key.member
     version = trajectory.policy_version
     if isinstance(stream, TurnStream):
-        weight = run.samples.weight(trajectory)
+        weight = samples.trajectory_weight(trajectory, run.config.loss)
         stream.complete(group, member, weight, policy_version=version)
         return
     tokens = trajectory.action_tokens

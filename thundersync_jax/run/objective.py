@@ -49,14 +49,8 @@ def policy_surrogate(
     Metrics are "kl", "entropy" and "teacher_kl" where their terms are, sums over
     trained tokens (not weighted: divide by their number), and those of the policy
     term. Diagnostics are those of `losses.mismatch`, under names that begin with
-    "mismatch_".
-
-    Args:
-      model: The policy's model.
-      temperature: Logits are divided by it.
-      loss: The terms and their coefficients.
-      width: Ids that student and teacher have; None for the model's.
-      term: The policy term; None for the built-in one.
+    "mismatch_". `width` ids are those of student and teacher, None for the model's;
+    `term` is the policy term, None for the built-in one.
     """
     term = term or policy_term.built_in(loss)
     compared = with_reference(loss, term)
@@ -195,12 +189,9 @@ def estimator(
 ) -> advantages.Estimator | None:
     """The advantage that a config names; None where no reward is in the loss.
 
-    `own` is an estimator, or a function of `loss` that returns one, in its place. A
-    tracked baseline is subtracted where groups are opened; what is left is the reward
-    itself.
-
-    Raises:
-      ConfigError: What is named or given is no estimator.
+    `own` is an estimator, or a function of `loss` that returns one, in its place;
+    ConfigError where it is none. A tracked baseline is subtracted where groups are
+    opened; what is left is the reward itself.
     """
     moments = {"ddof": loss.std_ddof, "eps": loss.std_eps}
     made = {

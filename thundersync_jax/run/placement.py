@@ -58,9 +58,7 @@ def place(config: Config) -> Placement:
 
     The sampler takes those behind the mesh, or the learner's first where the config
     says "shared". A teacher takes the one behind those, or the sampler's first.
-
-    Raises:
-      ValueError: There are too few devices.
+    ValueError where there are too few devices.
     """
     devices, axes = jax.devices(), config.mesh
     mesh = make_mesh(axes.replica, axes.fsdp, axes.tensor, devices)
@@ -87,9 +85,8 @@ def place(config: Config) -> Placement:
 def _keep_programs() -> None:
     """Keeps compiled programs in the user's cache folder for later processes.
 
-    A program that is read back is the one that was compiled, to the bit. The folder of
-    JAX_COMPILATION_CACHE_DIR goes before, JAX_ENABLE_COMPILATION_CACHE=false switches
-    it off. What cannot be read or written costs a warning of jax and is compiled.
+    A program that is read back is the one that was compiled, to the bit. The variables
+    that jax has for its cache go before (docs/commands.md).
     """
     if (
         jax.config.jax_compilation_cache_dir
@@ -149,10 +146,7 @@ def policy(
     """Reads a saved policy of a training run, with the shapes and layout of `like`.
 
     `step` is the number of training steps behind it; 0 is the warm start's, None the
-    newest. Returns the step and the parameters.
-
-    Raises:
-      ConfigError: There is no policy, or none of that step.
+    newest. Returns the step and the parameters; ConfigError where there are none.
     """
     folder = Path(workdir)
     with (
@@ -199,9 +193,7 @@ def plan(
 
     The estimator is None without rewards; `params` lie on the learner's mesh;
     `additive` says whether the loss has a part that no advantage multiplies.
-
-    Raises:
-      ConfigError: The sums of one group do not fit, or nobody says what would.
+    ConfigError where the sums of one group do not fit, or nobody says what would.
     """
     if config.release == "turn":
         return _of_turns(config, model, params)

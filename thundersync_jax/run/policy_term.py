@@ -8,16 +8,8 @@ term of one sample, in one of two forms:
 
 The second form is split by its derivative in the advantage, which is `weighted`; what
 is left at advantage 0 is `additive`. Both are tried on made-up tokens before a run
-begins: the advantage is multiplied in after the gradient, buckets pad, and groups share
-prompts, so that a term may be
-
-- no function of the advantage but an affine one: min(A r, A clip(r)) is refused, a
-  ratio that is clipped without regard to A and detached (CISPO) is not;
-- no function of untrained tokens, of their number or of absolute positions.
-
-A term whose value for a trajectory is not the sum of those of its turns (sequence-level
-ratios) is refused under release "turn" alone. KL, entropy bonus and distillation are
-terms of their own (`objective`), which are added to any policy term.
+begins; docs/losses.md says what is refused then, and why. KL, entropy bonus and
+distillation are terms of their own (`objective`), which are added to any policy term.
 """
 
 import dataclasses
@@ -50,27 +42,19 @@ class Tokens:
 
     Observations and padding are among the T, with weight 0. Only `logprobs` and
     `entropies` depend on the parameters; the rest are constants.
-
-    Attributes:
-      logprobs: float[T], log pi(a_t | h_t) under the parameters, differentiated.
-      weights: float[T], w_t of `loss.aggregation`; 0 at untrained tokens.
-      mask: bool[T], True at trained tokens.
-      sampler_logprobs: float[T], as recorded when the tokens were drawn.
-      turn_weights: float[T], u_t of the environment under `loss.turn_credit`.
-      turn_credits: float[T], v_t of the environment under `loss.turn_credit`.
-      entropies: float[T], of the distributions that the tokens were drawn from, in
-        nats, differentiated. Computed for terms that read them.
-      reference_logprobs: float[T], log-probabilities under the policy after the warm
-        start. Computed for terms that read them; one more copy of the parameters.
     """
 
-    logprobs: jax.Array
-    weights: jax.Array
-    mask: jax.Array
-    sampler_logprobs: jax.Array
-    turn_weights: jax.Array | None = None
-    turn_credits: jax.Array | None = None
+    logprobs: jax.Array  #: float[T], log pi(a_t | h_t), differentiated
+    weights: jax.Array  #: float[T], w_t of `loss.aggregation`; 0 at untrained tokens
+    mask: jax.Array  #: bool[T], True at trained tokens
+    sampler_logprobs: jax.Array  #: float[T], as recorded when the tokens were drawn
+    turn_weights: jax.Array | None = None  #: float[T], u_t under `loss.turn_credit`
+    turn_credits: jax.Array | None = None  #: float[T], v_t under `loss.turn_credit`
+    #: float[T], of the distributions that the tokens were drawn from, in nats,
+    #: differentiated. Computed for terms that read them.
     entropies: jax.Array | None = None
+    #: float[T], under the policy after the warm start. Computed for terms that read
+    #: them; one more copy of the parameters.
     reference_logprobs: jax.Array | None = None
 
 
@@ -122,8 +106,7 @@ def built_in(loss: LossConfig) -> PolicyTerm:
 def load(loss: LossConfig, factory: Factory | None = None) -> PolicyTerm:
     """The term that a config or `factory` names, tried where it is not built in.
 
-    Raises:
-      ConfigError: There is no such factory, or its term cannot be streamed.
+    ConfigError where there is no such factory, or its term cannot be streamed.
     """
     if factory is None and loss.surrogate == "policy_gradient":
         return built_in(loss)
@@ -186,7 +169,7 @@ def _reads(
     loss: LossConfig, function: Callable, tokens: Tokens, takes_advantage: bool
 ) -> frozenset[str]:
     """Which optional fields it reads; credit that is missing or unused is refused."""
-    watched = _Watched(**{f.name: getattr(tokens, f.name) for f in _FIELDS})
+    watched = _Watched(**vars(tokens))
     try:
         function(*[jnp.float32(1)] * takes_advantage, watched)
     finally:
@@ -291,8 +274,7 @@ class _Watched(Tokens):
         return super().__getattribute__(name)
 
 
-_FIELDS = dataclasses.fields(Tokens)
-_OPTIONAL = {field.name for field in _FIELDS if field.default is None}
+_OPTIONAL = {f.name for f in dataclasses.fields(Tokens) if f.default is None}
 
 
 def _split(function: Callable, tokens: Tokens, additive: bool = True) -> Surrogate:
@@ -355,9 +337,9 @@ def _surrounded(tokens: Tokens, before: int, behind: int) -> Tokens:
 
     mask = longer(tokens.mask)
     other = {
-        field.name: jnp.where(mask, longer(x), -0.5)
-        for field in _FIELDS
-        if (x := getattr(tokens, field.name)) is not None
+        name: jnp.where(mask, longer(x), -0.5)
+        for name, x in vars(tokens).items()
+        if x is not None
     }
     weights = longer(tokens.weights)
     return Tokens(**other | {"mask": mask, "weights": weights})

@@ -1,7 +1,4 @@
-"""What a config stands for, built once: tasks, model, meshes, sampler, optimizer.
-
-The commands share it. It decides nothing about the order of a run.
-"""
+"""What a config stands for, built once: tasks, model, meshes, sampler, optimizer."""
 
 import contextlib
 import itertools
@@ -226,12 +223,8 @@ class Run:
     ) -> GradientStream | TurnStream:
         """A stream for one step of this run's loss; a `TurnStream` for release "turn".
 
-        Args:
-          params: Parameters of the policy.
-          version: Policy version of the parameters.
-          release: Release rule; None for the config's.
-          rows: Trajectories per call; 0 for the config's.
-          accumulator: "plain" or "exact"; None for the config's.
+        `params` are of policy version `version`. `release`, `rows` per call and
+        `accumulator` are the config's where they are None or 0.
         """
         config = self.config
         compared = objective.with_reference(config.loss, self._term)
@@ -296,8 +289,9 @@ class Run:
 
     def train_jobs(self, step: int) -> list[Job]:
         """The rollouts of a step, counted from 1: each task `group_size` times."""
-        groups = range(self.config.rollout.groups_per_step)
-        return [job for group in groups for job in self._jobs(step, group)]
+        rollout = self.config.rollout
+        tasks = [self.task(step, group) for group in range(rollout.groups_per_step)]
+        return run_tasks.make_jobs("train", step, tasks, rollout.group_size)
 
     def replacement_jobs(self, step: int, group: int) -> list[Job]:
         """The rollouts of a group that replaces a lost one.
@@ -305,7 +299,8 @@ class Run:
         Such groups are numbered from `rollout.groups_per_step` on, and there are
         `config.most_replacements` of them.
         """
-        return self._jobs(step, group)
+        task, members = self.task(step, group), range(self.config.rollout.group_size)
+        return [Job(TrajectoryKey(step, group, member), task) for member in members]
 
     def task(self, step: int, group: int) -> Any:
         """The task of a group: a function of (seed, step, group)."""
@@ -315,7 +310,7 @@ class Run:
         """What is subtracted from the rewards of a group, 0 unless it is tracked."""
         if self.config.loss.advantage != "tracked_baseline":
             return 0.0
-        return self.baselines.value(self._task_name(step, group))
+        return self.baselines.value(str(self._task_index(step, group)))
 
     def track_baselines(self, trajectories: Sequence[Trajectory]) -> None:
         """Lets the baselines follow the members that count, once a step has ended.
@@ -327,9 +322,9 @@ class Run:
             return
         rewards: dict[str, list[float]] = {}
         for trajectory in trajectories:
-            name = self._task_name(trajectory.key.step, trajectory.key.group)
+            index = self._task_index(trajectory.key.step, trajectory.key.group)
             shaped = self.samples.shaped_reward(trajectory)
-            rewards.setdefault(name, []).append(shaped)
+            rewards.setdefault(str(index), []).append(shaped)
         self.baselines.update(rewards)
 
     def restore_baselines(self, state: dict[str, Any]) -> None:
@@ -344,16 +339,6 @@ class Run:
 
     def _prompt_ids(self, step: int, group: int) -> np.ndarray:
         return self.chat.prompt(self.tasks.prompt(self.task(step, group)))
-
-    def _jobs(self, step: int, group: int) -> list[Job]:
-        task = self.task(step, group)
-        return [
-            Job(TrajectoryKey(step, group, member), task)
-            for member in range(self.config.rollout.group_size)
-        ]
-
-    def _task_name(self, step: int, group: int) -> str:
-        return str(self._task_index(step, group))
 
     def _task_index(self, step: int, group: int) -> int:
         """Where the task of a group is in the training tasks."""

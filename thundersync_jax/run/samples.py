@@ -66,10 +66,6 @@ class Samples:
         trajectory = self.untrained(start + 1)
         return segment_sample(trajectory, self._loss, (length,), start)
 
-    def weight(self, trajectory: Trajectory) -> float:
-        """What the turns of a complete trajectory are multiplied by."""
-        return trajectory_weight(trajectory, self._loss)
-
     def shaped_reward(self, trajectory: Trajectory) -> float:
         """The reward that advantages follow from; filters look at the raw one."""
         return shaped_reward(trajectory, self._loss, self._rollout.most_action_tokens)
@@ -93,9 +89,8 @@ def sample(trajectory: Trajectory, loss: LossConfig, lengths: Sequence[int]) -> 
     with a teacher "teacher_logprobs" float32[T, K] and, of its likeliest ids alone,
     "teacher_ids" int32[T, K].
 
-    Raises:
-      ConfigError: The environment gave turn credit and the loss does not use it.
-      StreamError: The teacher's scores of a trained token are missing.
+    ConfigError where the environment gave turn credit and the loss does not use it;
+    StreamError where the teacher's scores of a trained token are missing.
     """
     return padding.pad(_arrays(trajectory, loss), lengths)
 
@@ -122,7 +117,7 @@ def segment_sample(
 
 
 def trajectory_weight(trajectory: Trajectory, loss: LossConfig) -> float:
-    """What the aggregation makes of a trajectory whose tokens weigh 1 each."""
+    """What the turns of a complete trajectory, of tokens that weigh 1, count with."""
     mask = trajectory.loss_mask
     return float(losses.token_weights(mask, loss.aggregation, loss.constant).max())
 

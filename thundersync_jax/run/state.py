@@ -29,17 +29,10 @@ def make_optimizer(
 ) -> Optimizer:
     """What a config names, after clipping the gradient of the whole step.
 
-    AdamW, or a transformation of the user's, whose state may be any tree. Clipping
-    comes after the baseline has been applied: the gradient's pieces have no norm of
-    their own. Matrices decay, norm scales and biases do not (`decays`).
-
-    Args:
-      config: The settings.
-      own: A transformation, or a function that makes one, in place of
-        `optim.factory`.
-
-    Raises:
-      ConfigError: What is named or given is no optax transformation.
+    AdamW, or a transformation of the user's, whose state may be any tree: `own`, or a
+    function that makes it, in place of `optim.factory`. ConfigError where it is none.
+    Clipping comes after the baseline has been applied: the gradient's pieces have no
+    norm of their own.
     """
     schedule = functools.partial(learning_rate, config)
     source = "the argument optimizer"

@@ -2,8 +2,7 @@
 
 The learner's side of the loop, and of held-out evaluation. It runs in the main thread,
 reads the pool's events, tells the stream, and otherwise waits: an event wakes it, and
-so does a gradient call that ends. It never waits for a device before `finish`, and
-reads nothing back. docs/speed.md has what lies between a verdict and its gradient call.
+so does a gradient call that ends. It never waits for a device before `finish`.
 """
 
 import collections
@@ -29,7 +28,6 @@ from thundersync_jax.stream.ledger import Report
 from thundersync_jax.stream.schedule.roster import Roster
 from thundersync_jax.types import Span, Trajectory
 
-_LOOK_SECS = 0.001  # between two looks at a device, where nothing wakes the loop
 _WAIT_SECS = 0.25  # for events, and for calls that end
 
 
@@ -37,57 +35,38 @@ _WAIT_SECS = 0.25  # for events, and for calls that end
 class Step:
     """What one step brought.
 
-    Attributes:
-      gradient: The gradient of the step's loss, as the stream's `finish` returns it.
-      report: The stream's report.
-      trajectories: All that have tokens, failed ones too, in (group, member) order.
-      failures: Members without a verdict, and why, as they came.
-      advantages: Advantages of the members that count, by (group, member).
-      rewarded_secs: When verdicts came in, on the monotonic clock, by (group, member).
-      completed_secs: When tokens were final, and scored where there is a teacher.
-      turn_secs: When a teacher had scored a turn, by (group, member, turn).
-      teacher_tokens: Tokens that a teacher ran through its model.
-      calls: The gradient calls.
-      start_secs: When the rollouts went out, on the monotonic clock.
-      last_reward_secs: When the last outcome came in, on the monotonic clock.
+    Seconds are on the monotonic clock, keys are (group, member) or, of turns, (group,
+    member, turn).
     """
 
-    gradient: Params
-    report: Report
-    trajectories: list[Trajectory]
-    failures: list[Failed]
-    advantages: dict[tuple[int, int], float]
-    rewarded_secs: dict[tuple[int, int], float]
+    gradient: Params  #: of the step's loss, as the stream's `finish` returns it
+    report: Report  #: of the stream
+    trajectories: list[Trajectory]  #: with tokens, failed ones too, in order of keys
+    failures: list[Failed]  #: members without a verdict, and why, as they came
+    advantages: dict[tuple[int, int], float]  #: of the members that count
+    rewarded_secs: dict[tuple[int, int], float]  #: when verdicts came in
+    #: When tokens were final, and scored where there is a teacher.
     completed_secs: dict[tuple[int, int], float]
-    turn_secs: dict[tuple[int, int, int], float]
-    teacher_tokens: int
-    calls: list[Ran]
-    start_secs: float
-    last_reward_secs: float
+    turn_secs: dict[tuple[int, int, int], float]  #: when a teacher had scored a turn
+    teacher_tokens: int  #: tokens that a teacher ran through its model
+    calls: list[Ran]  #: the gradient calls
+    start_secs: float  #: when the rollouts went out
+    last_reward_secs: float  #: when the last outcome came in
 
     @property
     def stop_reasons(self) -> dict[str, int]:
         """How many members ended for each reason, failed ones included."""
-        failures = {failed.key[1:3]: failed.stop_reason for failed in self.failures}
-        ends = {t.key[1:3]: t.stop_reason for t in self.trajectories} | failures
-        return collections.Counter(reason.value for reason in ends.values())
+        return _stop_reasons(self.trajectories, self.failures)
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """Answers to held-out questions. A success is a reward of exactly 1.
+    """Answers to held-out questions. A success is a reward of exactly 1."""
 
-    Attributes:
-      successes: int[Q], successes among the `samples` answers of each question.
-      samples: Answers per question.
-      trajectories: All that have tokens, in (question, sample) order.
-      stop_reasons: How often each occurred, failures included.
-    """
-
-    successes: np.ndarray
-    samples: int
-    trajectories: list[Trajectory]
-    stop_reasons: dict[str, int]
+    successes: np.ndarray  #: int[Q], among the `samples` answers of each question
+    samples: int  #: answers per question
+    trajectories: list[Trajectory]  #: with tokens, in (question, sample) order
+    stop_reasons: dict[str, int]  #: how often each occurred, failures included
 
     @property
     def answers(self) -> int:
@@ -140,8 +119,7 @@ def run_step(
     (`replacements`).
 
     Args:
-      run: The run, whose sampler holds the stream's parameters.
-      stream: A new stream for this step.
+      stream: A new one, of the parameters that the sampler of the run holds.
       jobs: All members of the groups to begin with.
       version: Policy version of the parameters.
       progress: Counts to raise; None for counts that nobody reads.
@@ -281,31 +259,22 @@ def heldout(
     likeliest token; None is the config's.
     """
     successes = np.zeros(questions, int)
-    trajectories: dict[tuple[int, int], Trajectory] = {}
-    reasons: collections.Counter[str] = collections.Counter()
+    outcomes = _Outcomes(last_reward_secs=0.0, judged=True)
     if not run.config.vllm.servers:
         run.warn_once("compiling the sampler, with the first answers")
     jobs = run.heldout_jobs(phase, step, questions, samples)
     jobs = [dataclasses.replace(job, temperature=temperature) for job in jobs]
     for event in rollouts(run, jobs, version):
-        if isinstance(event, Completed):
-            continue
-        key, trajectory = event.key, event.trajectory
-        if trajectory is not None:
-            trajectories[key.group, key.member] = trajectory
-        if isinstance(event, Failed):
-            reasons[event.stop_reason.value] += 1
-            continue
-        reasons[trajectory.stop_reason.value] += 1
-        successes[key.group] += event.reward == 1.0
-    ordered = [trajectories[place] for place in sorted(trajectories)]
-    return Evaluation(successes, samples, ordered, dict(reasons))
+        outcomes.take(event)
+        if isinstance(event, Rewarded):
+            successes[event.key.group] += event.reward == 1.0
+    trajectories = outcomes.in_order
+    reasons = _stop_reasons(trajectories, outcomes.failures)
+    return Evaluation(successes, samples, trajectories, reasons)
 
 
 def wilson_interval(successes: int, total: int) -> tuple[float, float]:
     """The 95 % interval (low, high) of a success probability; (0, 1) without a try.
-
-    Of use near 0 and 1 as well.
 
     Source: Wilson 1927, "Probable inference, the law of succession, and statistical
     inference", JASA 22.
@@ -356,6 +325,14 @@ class _Outcomes:
     def in_order(self) -> list[Trajectory]:
         """The trajectories by (group, member)."""
         return [self.trajectories[place] for place in sorted(self.trajectories)]
+
+
+def _stop_reasons(
+    trajectories: Sequence[Trajectory], failures: Sequence[Failed]
+) -> dict[str, int]:
+    ends = {t.key[1:3]: t.stop_reason for t in trajectories}
+    ends |= {failed.key[1:3]: failed.stop_reason for failed in failures}
+    return collections.Counter(reason.value for reason in ends.values())
 
 
 def _open_groups(run: Run, stream: Stream, jobs: Sequence[Job], step: int) -> None:

@@ -90,11 +90,8 @@ def prepared(
 
     The prompts are read, and rendered only where their size alone does not show that
     they fit. `on_line` is told how far it is, if it takes long; `workdir` may hold
-    counts of an earlier start.
-
-    Raises:
-      ConfigError: They are not what the config needs, or the model has no words for
-        them.
+    counts of an earlier start. ConfigError where the config needs other tasks, or the
+    model has no words for them.
     """
     tasks = factory(config.env, config.seed)
     if not isinstance(tasks, TaskSet):

@@ -1,8 +1,7 @@
 """The teacher of a run: a frozen policy that only scores.
 
-Another run's newest policy, in this process; where its work directory holds none, the
-config that it comes from is trained there first, once, by the command that a person
-would type. Or whatever vLLM servers serve.
+Another run's newest policy, in this process, trained first where its work directory
+holds none; or whatever vLLM servers serve.
 """
 
 import functools
@@ -45,11 +44,8 @@ def load(
 ) -> Teacher | None:
     """The policy that a config names, made where it is missing; None without one.
 
-    It must share `vocabulary`, the student's ids by token.
-
-    Raises:
-      ConfigError: There is none and nothing to make it from, or it speaks of other
-        tokens than the policy.
+    It must share `vocabulary`, the student's ids by token. ConfigError where it does
+    not, or there is no policy and nothing to make it from.
     """
     if not config.teacher.given:
         return None

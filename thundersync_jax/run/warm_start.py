@@ -31,18 +31,12 @@ _RAMP_STEPS = 20  # of the supervised learning rate
 
 @dataclasses.dataclass(frozen=True)
 class WarmStart:
-    """The policy that reinforcement learning begins with.
+    """The policy that reinforcement learning begins with."""
 
-    Attributes:
-      params: Parameters of the policy.
-      steps: Number of supervised steps.
-      elapsed_secs: Seconds that these steps took, pauses between processes left out.
-      history: Every measurement: seconds, held-out success, its 95 % interval.
-    """
-
-    params: Params
-    steps: int
-    elapsed_secs: float
+    params: Params  #: of the policy
+    steps: int  #: supervised ones
+    elapsed_secs: float  #: of these steps, pauses between processes left out
+    #: Every measurement: seconds, held-out success, its 95 % interval.
     history: list[tuple[float, float, float, float]]
 
 
@@ -128,9 +122,8 @@ def warm_start(run: Run, params: Params, checkpoints: Checkpoints) -> WarmStart:
                 f"warm_start.learning_rate, now {settings.learning_rate}"
             )
         run.publish(now.params, POLICY_VERSION)
-        questions = run.config.warm_start.check_questions
         evaluation = heldout(
-            run, POLICY_VERSION, questions, 1, phase="warm_start", step=step
+            run, POLICY_VERSION, settings.check_questions, 1, "warm_start", step
         )
         success = evaluation.success
         reached = success >= settings.target_success
