@@ -119,18 +119,8 @@ class Checkpoints:
                 f"{steps}. Take the latest, or train first."
             )
         try:
-            saved = self._orbax.metadata(step)
-            # What orbax finds where the file of the arrays, or of the facts, is torn.
-            if not _by_path(saved.metadata) or saved.init_timestamp_nsecs is None:
-                raise ValueError("it lists no arrays, or no facts")
-            there = saved.metadata
-            if part:
-                there = {name: there[name] for name in like if name in there}
-            self._check_like(step, there, like)
-            loading = v1.options.PyTreeOptions.Loading(partial_load=part)
-            options = v1.options.PyTreeOptions(loading=loading)
-            with v1.Context(pytree_options=options), _reads_that_come_too_late():
-                tree = self._orbax.load(step, jax.tree.map(_abstract, like))
+            with _reads_that_come_too_late():
+                saved, tree = self._read(step, like, part)
         except ConfigError:
             raise
         except Exception as error:  # a damaged file fails wherever it is first missed
@@ -141,6 +131,21 @@ class Checkpoints:
                 f"checkpoint ({type(error).__name__}). Delete that directory: {rest}."
             ) from error
         return jax.tree.map(_placed, tree, like), saved.custom_metadata or {}
+
+    def _read(self, step: int, like: Tree, part: bool) -> tuple[Any, Tree]:
+        """What orbax knows of a checkpoint, and its arrays laid out as `like`."""
+        saved = self._orbax.metadata(step)
+        # What orbax finds where the file of the arrays, or of the facts, is torn.
+        if not _by_path(saved.metadata) or saved.init_timestamp_nsecs is None:
+            raise ValueError("it lists no arrays, or no facts")
+        there = saved.metadata
+        if part:
+            there = {name: there[name] for name in like if name in there}
+        self._check_like(step, there, like)
+        loading = v1.options.PyTreeOptions.Loading(partial_load=part)
+        options = v1.options.PyTreeOptions(loading=loading)
+        with v1.Context(pytree_options=options):
+            return saved, self._orbax.load(step, jax.tree.map(_abstract, like))
 
     def wait(self) -> None:
         """Blocks until nothing is being saved; raises what a save failed with."""
