@@ -52,11 +52,7 @@ def why_absent(name: str) -> str:
 
 
 def load_config(spec: str) -> Config:
-    """Reads `FILE.py` or `FILE.py:variant`.
-
-    The file's folder is put at the end of the import path, so that a config can import
-    its neighbours and `env.factory` can name one.
-    """
+    """Reads `FILE.py` or `FILE.py:variant`, whose folder ends the import path then."""
     path, variant = os.path.expanduser(spec), None
     if ".py:" in path:
         path, _, variant = path.rpartition(":")

@@ -319,8 +319,7 @@ class MetricsConfig:
     def __post_init__(self):
         check_types(self, "metrics.")
         at_least_zero(self, "metrics.", ["artefact_bytes"])
-        if self.rollout_bytes is not None:
-            positive(self, "metrics.", ["rollout_bytes"])
+        positive(self, "metrics.", ["rollout_bytes"])
         for name in self.sinks:
             if name not in ("tensorboard", "wandb"):
                 dotted.check("metrics.sinks", name)
@@ -350,8 +349,7 @@ def _default_buckets(context_tokens: int) -> Automatic:
 
 def _check_buckets(name: str, buckets: tuple[int, ...], context_tokens: int) -> None:
     require(
-        bool(buckets)
-        and buckets[0] > 0
+        buckets[0] > 0
         and all(a < b for a, b in itertools.pairwise(buckets))
         and buckets[-1] >= context_tokens,
         f"rollout.{name} is {buckets} with rollout.context_tokens {context_tokens}",

@@ -110,9 +110,6 @@ def check_tasks(
     `tasks` describes them ("sha256", "prompts_sha256", numbers "train" and "heldout").
     `accepted` is the beginning of the sha256 of those that may be others, or "any";
     returns a line on it where they are. A directory without a hash takes all.
-
-    Raises:
-      ConfigError: They are others; the line has both hashes and the way out.
     """
     path = Path(workdir) / _TASKS_FILE
     if not path.exists():

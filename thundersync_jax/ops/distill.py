@@ -3,9 +3,7 @@
 On-policy distillation: the contexts were sampled by the student, and their distribution
 is held fixed, as is the teacher. A divergence is of one position. `losses.select` comes
 before it where a teacher has not scored every position, `losses.weighted_sum` behind
-it. All log-probabilities are at one temperature, that of the rollout, and over one set
-of ids: distributions of another temperature or width are not what the tokens were drawn
-from.
+it. All log-probabilities are at the temperature of the rollout and over one set of ids.
 """
 
 import math
@@ -36,8 +34,7 @@ def sampled_reverse_kl(
       logprob_t: float[T], log p of the tokens that the student sampled.
       teacher_logprob_t: float[T], log q of the same tokens, at the same temperature;
         detached.
-      weight_t: float[T], 0 at positions that are not trained or not scored; whatever
-        stands there reaches neither value nor gradient.
+      weight_t: float[T], 0 at positions that are not trained or not scored.
 
     Source: MiniLLM (arXiv 2306.08543), the one-step part of its gradient.
     Differs: no credit for later tokens; that part is the contexts' dependence.

@@ -104,7 +104,7 @@ def kl_penalty(
     weight_t: jax.Array,
     estimator: Literal["k1", "k2", "k3"],
 ) -> jax.Array:
-    """Reverse KL from the policy to a reference, on tokens that the policy sampled.
+    """Reverse KL, a scalar, from policy to reference, on tokens that were sampled.
 
         sum_t w_t k(log pi(a_t | h_t) - log q(a_t | h_t))
         k1(d) = d,  k2(d) = d^2 / 2,  k3(d) = exp(-d) - 1 + d
@@ -122,9 +122,6 @@ def kl_penalty(
       weight_t: float[T], 0 at positions that are not trained.
       estimator: Of the value. k1 and k3 have the KL as their expectation; k3 is never
         negative, and unbounded where q is far above pi.
-
-    Returns:
-      Scalar, to be multiplied by a coefficient and added to what is minimised.
 
     Raises:
       ValueError: Unknown estimator.
@@ -152,16 +149,13 @@ def kl_penalty(
 
 
 def entropy_bonus(entropy_t: jax.Array, weight_t: jax.Array) -> jax.Array:
-    """Minus the entropy, so that minimising raises it.
+    """Minus the entropy, a scalar, so that minimising raises it.
 
         - sum_t w_t H(pi(. | h_t))
 
     Args:
       entropy_t: float[T], of the distribution that each token was drawn from.
       weight_t: float[T], 0 at positions that are not trained.
-
-    Returns:
-      Scalar, to be multiplied by a coefficient and added to what is minimised.
 
     Source: Williams and Peng 1991, "Function optimization using connectionist
       reinforcement learning algorithms".
@@ -222,8 +216,7 @@ def weighted_sum(x_t: jax.Array, weight_t: jax.Array) -> jax.Array:
 
     Args:
       x_t: float[T]; the sum has its dtype.
-      weight_t: float[T], 0 at positions that are not trained or not scored; what stands
-        there adds nothing.
+      weight_t: float[T], 0 at positions that are not trained or not scored.
     """
     return jnp.sum(select(weight_t != 0, x_t) * weight_t.astype(x_t.dtype))
 

@@ -54,7 +54,6 @@ class Run:
       artefacts: What verdicts bring along.
 
     Args:
-      config: The settings.
       workdir: Where the run writes.
       environment: Makes the task set, in place of `config.env.factory`.
       on_line: Takes one line of news, such as that something compiles.
@@ -294,11 +293,7 @@ class Run:
         return run_tasks.make_jobs("train", step, tasks, rollout.group_size)
 
     def replacement_jobs(self, step: int, group: int) -> list[Job]:
-        """The rollouts of a group that replaces a lost one.
-
-        Such groups are numbered from `rollout.groups_per_step` on, and there are
-        `config.most_replacements` of them.
-        """
+        """The rollouts of a group, of the next number, that replaces a lost one."""
         task, members = self.task(step, group), range(self.config.rollout.group_size)
         return [Job(TrajectoryKey(step, group, member), task) for member in members]
 

@@ -48,28 +48,19 @@ def make_jobs(phase: str, step: int, tasks: Sequence[Any], members: int) -> list
 
 
 class Prepared(NamedTuple):
-    """What `prepared` found.
+    """What `prepared` found."""
 
-    Attributes:
-      tasks: Those that fit the context, in their order.
-      chat: Puts them into ids.
-      fingerprint: Of all tasks.
-      demonstration_tokens: Of the longest that fits, prompt included; 0 where no warm
-        start needs one.
-      counts: Tokens that took long to count, for the next start; None where none did.
-    """
-
-    tasks: TaskSet
-    chat: Chat
-    fingerprint: Fingerprint
+    tasks: TaskSet  # those that fit the context, in their order
+    chat: Chat  # puts them into ids
+    fingerprint: Fingerprint  # of all tasks
+    # Of the longest that fits, prompt included; 0 where no warm start needs one.
     demonstration_tokens: int
-    counts: "_Counts | None"
+    counts: "_Counts | None"  # that took long, for the next start; None: none did
 
     def check(self, workdir: str | os.PathLike, accepted: str | None) -> list[str]:
         """Lines on tasks that are others than the work directory's, where `accepted`.
 
-        Raises:
-          ConfigError: They are, and nobody accepted it.
+        ConfigError where nobody accepted them.
         """
         return workdirs.check_tasks(workdir, self.fingerprint._asdict(), accepted)
 
@@ -289,8 +280,7 @@ class _Counts:
         missing = np.flatnonzero((most >= limit) & (exact < 0))
         tasks = getattr(self._tasks, split)
         start = time.monotonic()
-        chosen = Chosen(tasks, missing)
-        said = self._said(split, "counted", chosen)
+        said = self._said(split, "counted", Chosen(tasks, missing))
         for place, task in zip(missing, said, strict=True):
             exact[place] = _tokens(self._tasks, self._chat, task)
         self.took_long |= time.monotonic() - start > _PATIENCE_SECS
@@ -334,15 +324,12 @@ class _Bounds:
 
     A tokenizer makes no more of ASCII text than it has characters, and what a template
     puts around a text does not depend on it where the text is found there unchanged.
-
-    Attributes:
-      probes: Ids of a text in every place, which differ where the template does.
     """
 
     def __init__(self, chat: Chat):
         word = "probe"  # of a call, in which a text is JSON and so not as it was
         self._around: dict[str, int | None] = {}
-        self.probes = b""
+        self.probes = b""  # ids of a text in every place: others of another template
         for name, text, render in (
             ("prompt", _PROBE, chat.prompt),
             ("observation", _PROBE, chat.observation),

@@ -41,14 +41,11 @@ class WarmStart:
 
 
 class Demonstrations:
-    """The training demonstrations, each rendered when it is first used.
-
-    Attributes:
-      length: Tokens of a row: the gradient bucket of the longest demonstration.
-    """
+    """The training demonstrations, each rendered when it is first used."""
 
     def __init__(self, run: Run):
         buckets = run.config.rollout.gradient_buckets
+        #: Tokens of a row: the gradient bucket of the longest demonstration.
         self.length = padding.bucket(run.demonstration_tokens, buckets)
         self._tasks, self._chat = run.tasks, run.chat
         self._rows: dict[int, dict[str, np.ndarray]] = {}
@@ -58,13 +55,10 @@ class Demonstrations:
 
     def batch(self, places: Sequence[int]) -> dict[str, np.ndarray]:
         """ "tokens" int32[B, T] and "weights" float32[B, T], which are 1 on actions."""
-        rows = [self._row(place) for place in places]
-        return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
-
-    def _row(self, place: int) -> dict[str, np.ndarray]:
-        if place not in self._rows:
+        for place in set(places) - self._rows.keys():
             self._rows[place] = self._rendered(self._tasks.train[place])
-        return self._rows[place]
+        rows = [self._rows[place] for place in places]
+        return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
     def _rendered(self, task: Any) -> dict[str, np.ndarray]:
         chat = self._chat
@@ -86,6 +80,7 @@ def warm_start(run: Run, params: Params, checkpoints: Checkpoints) -> WarmStart:
     warm start itself once its host facts say "done".
     """
     settings = run.config.warm_start
+    size = settings.batch_size
     optimizer = state.make_optimizer(
         OptimConfig(settings.learning_rate, warmup_steps=_RAMP_STEPS)
     )
@@ -102,16 +97,11 @@ def warm_start(run: Run, params: Params, checkpoints: Checkpoints) -> WarmStart:
     if not facts["done"]:
         data = Demonstrations(run)
         run.on_line(
-            f"warm start: compiling a step of {settings.batch_size} of {len(data):,} "
-            f"demonstrations in {data.length} tokens"
+            f"warm start: compiling a step of {size} of {len(data):,} demonstrations "
+            f"in {data.length} tokens"
         )
     while not facts["done"]:
-        rows = tasks.take(
-            range(len(data)),
-            run.config.seed,
-            step * settings.batch_size,
-            settings.batch_size,
-        )
+        rows = tasks.take(range(len(data)), run.config.seed, step * size, size)
         now, loss = update(now, data.batch(rows))
         step += 1
         if step % settings.check_every_steps and step < settings.steps:

@@ -7,7 +7,7 @@ returns the gradient of
 
 over the members that count. The parameters are fixed for the life of a stream, so the
 order of events changes nothing but the rounding of sums, and with exact sums not even
-that. It knows no model, no environment and no optimizer, and it starts no thread.
+that. It starts no thread.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -55,9 +55,8 @@ class GradientStream(Stream):
         it (in Z too), "drop" leaves nothing of it.
       accumulator: "plain" sums in float32; "exact" sums, three times as large, whose
         bits depend on no order, release rule or number of open groups. Then every call
-        takes one sample, and of a group that misses rewards those with the first two
-        distinct rewards only; a sum takes 8,191 addends, which are the distinct rewards
-        of each group, or all samples where no group is needed or something is additive.
+        takes one sample, a group that misses rewards two distinct ones, and a sum 8,191
+        addends (docs/exactness.md).
       policy_version: Of `params`; samples of another one are refused. None takes the
         first version seen.
       frozen: Further arrays for the surrogate, such as a reference policy. No gradient.

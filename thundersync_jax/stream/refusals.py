@@ -1,8 +1,7 @@
 """What a gradient stream may be told, and one line for each thing that it refuses.
 
-Choices by name, and checks that come before anything changes. A config extends the
-choices and calls the checks that are not about one step. No jax: a config is read
-before jax starts.
+A config extends the choices and calls the checks that are not about one step. No jax:
+a config is read before jax starts.
 """
 
 import math

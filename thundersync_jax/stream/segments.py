@@ -5,12 +5,9 @@ A *segment* is some tokens of a trajectory, seen as a function
     (params, state of the segments before, sample) -> (surrogate, state)
 
 of which one program computes the gradient. A later segment reads the state of earlier
-ones (keys and values), so its loss also has a gradient through them. Each segment gives
-its own gradient and the cotangents of the state before it; these add up in float32 and
-are pushed through the earlier segments, last to first, once the trajectory is closed.
-
+ones (keys and values), so its loss also has a gradient through them: `docs/method.md`.
 The last hidden vector of a segment is part of its state: it predicts the first token of
-the next. What pieces cost is in `docs/method.md`.
+the next.
 """
 
 import dataclasses

@@ -175,7 +175,6 @@ class ExactSums:
         self._free: list[list[Tree]] = [[] for _ in views]
 
     def direct(self, replica: int, gradient: Tree) -> None:
-        """Adds to the batch."""
         self.empty = False
         batch = self._batches[replica]
         self._batches[replica] = _in_place(exact_sum.add, batch, gradient, False)
@@ -241,7 +240,6 @@ class ExactSums:
         return _value(self._batches[replica])
 
     def finish(self, denominator: float) -> tuple[Tree, jax.Array]:
-        """The gradient, laid out like the parameters, and its norm; ends the sums."""
         self._sums.clear()
         self._free.clear()
         stacks = [_stack(batch) for batch in self._batches]
