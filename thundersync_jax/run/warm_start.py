@@ -112,8 +112,9 @@ def warm_start(run: Run, params: Params, checkpoints: Checkpoints) -> WarmStart:
                 f"warm_start.learning_rate, now {settings.learning_rate}"
             )
         run.publish(now.params, POLICY_VERSION)
+        questions = settings.check_questions
         evaluation = heldout(
-            run, POLICY_VERSION, settings.check_questions, 1, "warm_start", step
+            run, POLICY_VERSION, questions, 1, phase="warm_start", step=step
         )
         success = evaluation.success
         reached = success >= settings.target_success
