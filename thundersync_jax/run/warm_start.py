@@ -86,14 +86,13 @@ def warm_start(run: Run, params: Params, checkpoints: Checkpoints) -> WarmStart:
     )
     now = state.init(optimizer, params)
     facts = {"done": settings.steps == 0, "elapsed_secs": 0.0, "history": []}
-    start = checkpoints.latest() or 0
-    if start:
-        now, facts = checkpoints.restore(start, now)
+    step = checkpoints.latest() or 0
+    if step:
+        now, facts = checkpoints.restore(step, now)
         if not facts["done"]:
-            run.on_line(f"warm start resumed after step {start}")
+            run.on_line(f"warm start resumed after step {step}")
     origin = time.monotonic() - facts["elapsed_secs"]
     update = supervised_update(run.model, optimizer, now)
-    step = start
     if not facts["done"]:
         data = Demonstrations(run)
         run.on_line(
