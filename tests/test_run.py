@@ -1,6 +1,7 @@
 """What a run refuses before it begins, and what it survives."""
 
 import dataclasses
+import json
 import re
 
 import echo_task
@@ -13,6 +14,7 @@ from thundersync_jax.errors import ConfigError, StreamError
 from thundersync_jax.metrics.writer import read
 from thundersync_jax.models import base
 from thundersync_jax.run import objective, placement
+from thundersync_jax.run import tasks as run_tasks
 from thundersync_jax.run.feed import compile_all
 from thundersync_jax.run.run import Run
 from thundersync_jax.types import TrajectoryKey
@@ -70,6 +72,28 @@ def test_refused_memory_leaves_the_work_directory_free(tmp_path):
     assert not (tmp_path / "config.json").exists()
     with Run(config, tmp_path, echo_task.make, lambda line: None, owner=True):
         assert (tmp_path / "config.json").exists()
+
+
+@pytest.mark.parametrize("owner", [True, False])
+def test_a_resume_and_an_evaluation_show_the_day_of_the_first_start(
+    tmp_path, monkeypatch, owner
+):
+    """Another day would be other prompts (oobabooga/textgen#6692)."""
+    days, prepared = [], run_tasks.prepared
+
+    def noted(*arguments):
+        days.append(arguments[-1])
+        return prepared(*arguments)
+
+    monkeypatch.setattr(run_tasks, "prepared", noted)
+    config = echo_task.small(warm_start_steps=0, steps=1)
+    with Run(config, tmp_path, echo_task.make, lambda line: None, owner=True):
+        saved = json.loads((tmp_path / "day.json").read_text())["first_start"]
+    assert saved == days[0].isoformat(timespec="seconds")
+    earlier = "2026-05-01T12:00:00"
+    (tmp_path / "day.json").write_text(json.dumps({"first_start": earlier}))
+    with Run(config, tmp_path, echo_task.make, lambda line: None, owner=owner):
+        assert days[1].isoformat() == earlier
 
 
 def test_demonstrations_need_an_action(tmp_path):

@@ -1,6 +1,8 @@
 """A folder's chat template: what it says, what follows an action, what is refused."""
 
+import datetime
 import json
+import re
 
 import chat_folders
 import numpy as np
@@ -10,6 +12,7 @@ from chat_folders import CALCULATOR
 from thundersync_jax.chat import byte_level
 from thundersync_jax.chat.byte_level import ByteLevel
 from thundersync_jax.chat.templates import TemplateChat, open_chat
+from thundersync_jax.config import ChatConfig
 from thundersync_jax.envs.base import Action
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.types import Message
@@ -311,3 +314,62 @@ def test_whatever_a_template_raises_is_one_line(tmp_path):
     with pytest.raises(ConfigError, match="chat template") as error:
         TemplateChat(folder)
     assert "\n" not in str(error.value)
+
+
+def test_a_template_shows_the_day_it_is_given(folders):
+    day = datetime.datetime(2026, 5, 1)
+    shown = {
+        given: chat.decode(chat.prompt("1+2"))
+        for given in (day, day + datetime.timedelta(1))
+        for chat in [TemplateChat(folders["llama3"], day=given)]
+    }
+    assert "Today: 01 May 2026" in shown[day]
+    assert len(set(shown.values())) == 2
+
+
+def test_variables_of_a_template_are_settings(tmp_path):
+    folder = chat_folders.write(tmp_path, "qwen2")
+    file = folder / "chat_template.jinja"
+    shown = "{{ date_string | default('-') }} {{ keep | default('-') }} "
+    file.write_text(shown + file.read_text())
+
+    def prompt(*arguments):
+        chat = TemplateChat(folder, arguments=arguments)
+        return chat.decode(chat.prompt("1+2")).partition("<")[0]
+
+    assert prompt() == "- -"
+    assert prompt("date_string=1 May", "keep=false") == "1 May False"
+    assert prompt("keep=[1, 2]") == "- [1, 2]"
+    for argument, told in {
+        "nowhere=1": "has no variable 'nowhere', which chat.arguments names",
+        "tools=[]": "has of its own 'tools', which chat.arguments names",
+    }.items():
+        with pytest.raises(ConfigError, match=re.escape(told)):
+            TemplateChat(folder, arguments=[argument])
+    with pytest.raises(ConfigError, match=r"chat.arguments is .* byte-level tokens"):
+        open_chat(None, arguments=["keep=1"])
+    for arguments in (("keep",), ("keep=1", "keep=2")):
+        with pytest.raises(ConfigError, match="name=value, every name once"):
+            ChatConfig(arguments=arguments)
+
+
+def test_a_prompt_may_be_a_conversation(folders):
+    said = [
+        Message("user", "1+2"),
+        Message("assistant", "3"),
+        Message("user", "and <|im_end|> 4?"),
+    ]
+    chat = TemplateChat(folders["qwen2"], system="Be brief.")
+    shown = chat.decode(chat.prompt(said))
+    assert shown == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1+2<|im_end|>\n"
+        "<|im_start|>assistant\n3<|im_end|>\n<|im_start|>user\nand <|im_end|> 4?"
+        "<|im_end|>\n<|im_start|>assistant\n"
+    )
+    ends = np.sum(chat.prompt(said) == chat.vocabulary()["<|im_end|>"])
+    assert ends == 4  # that of the text is text
+    own = chat.decode(chat.prompt([Message("system", "Mine."), *said]))
+    assert "Mine." in own and "Be brief." not in own
+    np.testing.assert_array_equal(chat.prompt("1+2"), chat.prompt(said[:1]))
+    bytes_ = open_chat(None)
+    assert bytes_.decode(bytes_.prompt(said[:2])) == "<user>1+2\n3<assistant>"

@@ -1,6 +1,7 @@
 """A work directory belongs to one config, also after an interrupted first write."""
 
 import dataclasses
+import datetime
 import functools
 import json
 import subprocess
@@ -200,3 +201,17 @@ def test_servers_may_be_elsewhere_when_a_run_goes_on(tmp_path):
     halved = dataclasses.replace(served("http://b:8000").vllm, dtype="bfloat16")
     with pytest.raises(ConfigError, match=r"vllm\.dtype: float32 -> bfloat16"):
         claim(tmp_path, dataclasses.replace(CONFIG, vllm=halved))
+
+
+def test_the_day_of_prompts_is_that_of_the_first_start(tmp_path):
+    first = datetime.datetime(2026, 5, 1, 23, 59)
+    before = datetime.datetime.now()
+    assert before <= workdir.first_day(tmp_path) <= datetime.datetime.now()
+    workdir.claim_day(tmp_path, first)
+    assert workdir.first_day(tmp_path) == first
+    workdir.claim_day(tmp_path, first + datetime.timedelta(1))
+    assert workdir.first_day(tmp_path) == first
+    for content in ("", "[]", "{}", '{"first_start": 3}', '{"first_start": "today"}'):
+        (tmp_path / "day.json").write_text(content)
+        with pytest.raises(ConfigError, match=r"day.json has no date, .* Delete it"):
+            workdir.first_day(tmp_path)

@@ -21,8 +21,11 @@ class Chat(Protocol):
     stop_ids: tuple[int, ...]  # the end tokens, any of which ends an action
     longest_token: int  # most characters of a text that one token stands for
 
-    def prompt(self, text: str) -> np.ndarray:
-        """Returns int32[N], the prompt and what the policy acts after."""
+    def prompt(self, messages: str | Sequence[Message]) -> np.ndarray:
+        """Returns int32[N], the prompt and what the policy acts after.
+
+        A text is what the user says.
+        """
 
     def observation(
         self, messages: str | Sequence[Message], ended: bool = True

@@ -157,16 +157,25 @@ def _join(first: int | None, text: str, last: int) -> np.ndarray:
     return np.concatenate([start, encode(text), [last]]).astype(np.int32)
 
 
+def _lines(messages: str | Sequence[Message]) -> str:
+    if isinstance(messages, str):
+        return messages
+    return "\n".join(message.content for message in messages)
+
+
 class ByteLevel:
     """A `Chat` of bytes and a few marks; it knows one tool, without a name."""
 
     stop_ids = (END,)
     longest_token = 1
-    prompt = staticmethod(render_prompt)
     action = staticmethod(render_action)
     parse = staticmethod(parse_action)
     decode = staticmethod(decode)
     vocabulary = staticmethod(vocabulary)
+
+    def prompt(self, messages: str | Sequence[Message]) -> np.ndarray:
+        """Messages are lines of one prompt, whoever speaks."""
+        return render_prompt(_lines(messages))
 
     def observation(
         self, messages: str | Sequence[Message], ended: bool = True
@@ -175,9 +184,7 @@ class ByteLevel:
 
         A cut action needs no end token: <tool> cannot be taken for text.
         """
-        if not isinstance(messages, str):
-            messages = "\n".join(message.content for message in messages)
-        return render_observation(messages)
+        return render_observation(_lines(messages))
 
     def special(self, ids: np.ndarray) -> np.ndarray:
         return np.asarray(ids) >= BYTES

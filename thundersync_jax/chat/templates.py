@@ -10,8 +10,10 @@ can forge a role; that is the one difference from `transformers`.
 """
 
 import dataclasses
+import datetime
 import functools
 import itertools
+import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,6 +31,8 @@ Format = Literal["auto", "bytes", "template"]
 Thinking = Literal["default", "on", "off"]
 _STAND_IN = "thestandinforanaction"  # neither trimmed nor escaped by any template
 _ANSWER = "theanswerofatool"
+# What a conversation is rendered with anyway, or another setting says.
+_OWN_VARIABLES = {"messages", "tools", "add_generation_prompt", "enable_thinking"}
 _GUARD = "\ue000"  # private use: keeps a mark in foreign text from being one
 
 
@@ -38,6 +42,8 @@ def open_chat(
     tools: Sequence[Mapping[str, Any]] = (),
     system: str | None = None,
     thinking: Thinking = "default",
+    arguments: Sequence[str] = (),
+    day: datetime.datetime | None = None,
 ) -> Chat:
     """The chat of a model: its folder's template, or bytes.
 
@@ -48,6 +54,9 @@ def open_chat(
       tools: JSON schemas of the tools; byte-level text has no room for them.
       system: Text of the first message, if any; byte-level text has no room for it.
       thinking: Value of the template's enable_thinking; "default" leaves it out.
+      arguments: Other variables of the template, as "name=value"; a value is JSON, or a
+        text as it is.
+      day: What the template takes for today; None for the day of this call.
 
     Raises:
       ConfigError: The folder has no template where one is needed, or a template that
@@ -62,7 +71,7 @@ def open_chat(
             "template. Put a chat_template.jinja there or set chat.format to 'bytes'."
         )
     if format != "bytes" and template:
-        return TemplateChat(folder, tools, system, thinking)
+        return TemplateChat(folder, tools, system, thinking, arguments, day)
     bare = format == "auto" and folder is not None
     if bare and not tokenizer_files.speaks_bytes(Path(folder)):
         raise ConfigError(
@@ -70,13 +79,15 @@ def open_chat(
             "for byte-level tokens. Put a chat_template.jinja there, or set "
             "chat.format to 'bytes' to train it on bytes."
         )
-    if thinking != "default":
-        reason = f", as {folder} has no chat template" if bare else ""
-        other = ", or put the model's tokenizer and template there" if bare else ""
-        raise ConfigError(
-            f"chat.thinking is {thinking!r} with byte-level tokens{reason}; only "
-            f"templates know it. Set chat.thinking to 'default'{other}."
-        )
+    unused = ("thinking", thinking, "default"), ("arguments", tuple(arguments), ())
+    for name, value, default in unused:
+        if value != default:
+            reason = f", as {folder} has no chat template" if bare else ""
+            other = ", or put the model's tokenizer and template there" if bare else ""
+            raise ConfigError(
+                f"chat.{name} is {value!r} with byte-level tokens{reason}; only "
+                f"templates know it. Set chat.{name} to {default!r}{other}."
+            )
     return ByteLevel()
 
 
@@ -95,6 +106,8 @@ class TemplateChat:
         tools: Sequence[Mapping[str, Any]] = (),
         system: str | None = None,
         thinking: Thinking = "default",
+        arguments: Sequence[str] = (),
+        day: datetime.datetime | None = None,
     ):
         """Reads the folder and tries the template once; arguments as of `open_chat`.
 
@@ -118,9 +131,10 @@ class TemplateChat:
                     f"does not know chat.thinking {thinking!r}", "Set it to 'default'"
                 )
             settings["enable_thinking"] = thinking == "on"
+        settings |= self._arguments(arguments, source)
         settings |= {"tools": self._tools or None, "documents": None}
         self._template = functools.partial(
-            tokenizer_files.compiled(source, self._folder), **settings
+            tokenizer_files.compiled(source, self._folder, day), **settings
         )
         added = self._tokenizer.get_added_tokens_decoder()
         self._marks = {t.content: i for i, t in added.items() if t.special}
@@ -140,9 +154,13 @@ class TemplateChat:
                 "Choose a model whose template knows tools, or a task without",
             )
 
-    def prompt(self, text: str) -> np.ndarray:
+    def prompt(self, messages: str | Sequence[Message]) -> np.ndarray:
         """Returns int32[N]; equal to what `transformers` gives for the conversation."""
-        return self._encode(self._render(self._user(self._foreign(text))))
+        if isinstance(messages, str):
+            messages = [Message("user", messages)]
+        shown = [self._message(message) for message in messages]
+        first = [] if shown and shown[0]["role"] == "system" else self._first
+        return self._encode(self._render([*first, *shown]))
 
     def observation(
         self, messages: str | Sequence[Message], ended: bool = True
@@ -214,6 +232,23 @@ class TemplateChat:
         return self._template(
             messages=messages, **{"add_generation_prompt": True} | settings
         )
+
+    def _arguments(self, given: Sequence[str], source: str) -> dict[str, Any]:
+        """Variables of the template by name, of those that it has."""
+        arguments = {}
+        for argument in given:
+            name, _, value = argument.partition("=")
+            if name in _OWN_VARIABLES or name not in source:
+                what = "of its own" if name in _OWN_VARIABLES else "no variable"
+                raise self._refusal(
+                    f"has {what} {name!r}, which chat.arguments names",
+                    "Take it out there",
+                )
+            try:
+                arguments[name] = json.loads(value)
+            except ValueError:
+                arguments[name] = value
+        return arguments
 
     def _message(self, message: Message) -> dict[str, str]:
         role = self._role if message.role == "tool" else message.role

@@ -97,10 +97,12 @@ def load_tokenizer(folder: Path) -> Any:
     return loaded
 
 
-def compiled(source: str, folder: Path) -> Callable[..., str]:
+def compiled(
+    source: str, folder: Path, day: datetime.datetime | None = None
+) -> Callable[..., str]:
     """The template as a function of its variables, in a sandbox.
 
-    The date that it may print is that of this call: a prompt is the same all run long.
+    The date that it may print is `day`, or that of this call: never that of a prompt.
     """
     jinja2 = installed("jinja2", _USER, "hf")
     sandbox = installed("jinja2.sandbox", _USER, "hf")
@@ -111,7 +113,8 @@ def compiled(source: str, folder: Path) -> Callable[..., str]:
         extensions=["jinja2.ext.loopcontrols", _generation_blocks(ext)],
     )
     environment.filters["tojson"] = _to_json
-    environment.globals["strftime_now"] = datetime.datetime.now().strftime
+    day = datetime.datetime.now() if day is None else day
+    environment.globals["strftime_now"] = day.strftime
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)

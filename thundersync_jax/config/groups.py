@@ -199,9 +199,17 @@ class ChatConfig:
     format: ChatFormat = "auto"  # auto: the model folder's template if it has one
     system: str | None = None  # first message; none: the task set's, if it has one
     thinking: Thinking = "default"  # of templates that know the switch
+    arguments: tuple[str, ...] = ()  # others of the template's, as name=value in JSON
 
     def __post_init__(self):
         check_types(self, "chat.")
+        names = [argument.partition("=")[0] for argument in self.arguments]
+        require(
+            all("=" in a for a in self.arguments) and len(set(names)) == len(names),
+            f"chat.arguments is {self.arguments}",
+            "name=value, every name once",
+            "Write keep_thoughts=true, or date_string='1 May 2026'.",
+        )
 
 
 @dataclasses.dataclass(frozen=True)

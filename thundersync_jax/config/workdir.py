@@ -1,6 +1,7 @@
 """The work directory: whose run it holds, and files that are whole or not there."""
 
 import contextlib
+import datetime
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ from thundersync_jax.errors import ConfigError
 _CONFIG_FILE = "config.json"
 RESULT_FILE = "result.json"  # there once the run has ended
 VOCABULARY_FILE = "vocabulary.json"  # ids by token, of what its policy speaks
+_DAY_FILE = "day.json"  # when its run began
 _TASKS_FILE = "tasks.json"  # what its tasks are, as a hash
 _LOCK_FILE = ".lock"
 
@@ -138,6 +140,35 @@ def claim_tasks(workdir: str | os.PathLike, tasks: Mapping[str, Any]) -> None:
     path = Path(workdir) / _TASKS_FILE
     try:
         replace_json(path, dict(tasks))
+    except OSError as error:
+        raise _unusable(workdir, error) from error
+
+
+def first_day(workdir: str | os.PathLike) -> datetime.datetime:
+    """When a work directory's run began, which its prompts may show; now for a new one.
+
+    A run goes on, and is evaluated, with the prompts that it began with.
+    """
+    path = Path(workdir) / _DAY_FILE
+    if not path.exists():
+        return datetime.datetime.now()
+    try:
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        return datetime.datetime.fromisoformat(saved["first_start"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(
+            f"{path} has no date, expected one that this program wrote. Delete it and "
+            "prompts show today."
+        ) from error
+
+
+def claim_day(workdir: str | os.PathLike, day: datetime.datetime) -> None:
+    """Notes what `first_day` reads, once."""
+    path = Path(workdir) / _DAY_FILE
+    if path.exists():
+        return
+    try:
+        replace_json(path, {"first_start": day.isoformat(timespec="seconds")})
     except OSError as error:
         raise _unusable(workdir, error) from error
 

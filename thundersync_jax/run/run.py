@@ -12,7 +12,14 @@ import numpy as np
 
 from thundersync_jax.config import Config
 from thundersync_jax.config.run import check_addends, check_family
-from thundersync_jax.config.workdir import check_claim, claim, locked, resumed
+from thundersync_jax.config.workdir import (
+    check_claim,
+    claim,
+    claim_day,
+    first_day,
+    locked,
+    resumed,
+)
 from thundersync_jax.engines import in_process
 from thundersync_jax.engines.in_process import EngineGroup, InProcessEngine
 from thundersync_jax.engines.vllm.engine import VLLMEngine
@@ -88,7 +95,8 @@ class Run:
         self.on_line = on_line
         self.on_line("loading the tasks")
         factory = environment or envs.load_factory(config.env.factory)
-        found = run_tasks.prepared(factory, config, workdir, on_line)
+        day = first_day(workdir)
+        found = run_tasks.prepared(factory, config, workdir, on_line, day)
         self.tasks, self.chat = found.tasks, found.chat
         self.demonstration_tokens = found.demonstration_tokens
         self._reference: Params = None
@@ -130,6 +138,7 @@ class Run:
                 for change in [*changes, *others]:
                     self.on_line(f"changed on resume: {change}")
                 found.claim(workdir)
+                claim_day(workdir, day)
             self._introduce(params, memory)
             self.scoring = teaching.engine(
                 config, self.teacher, width, self.placement.teacher, self.on_line

@@ -5,6 +5,7 @@ rendered and tokenised only where its mere text does not show that it fits.
 """
 
 import dataclasses
+import datetime
 import hashlib
 import json
 import os
@@ -76,13 +77,14 @@ def prepared(
     config: Config,
     workdir: str | os.PathLike | None = None,
     on_line: Callable[[str], None] = lambda line: None,
+    day: datetime.datetime | None = None,
 ) -> Prepared:
     """The tasks that fit the context, and the chat that puts them into ids.
 
     The prompts are read, and rendered only where their size alone does not show that
     they fit. `on_line` is told how far it is, if it takes long; `workdir` may hold
-    counts of an earlier start. ConfigError where the config needs other tasks, or the
-    model has no words for them.
+    counts of an earlier start. Prompts that show a date show `day`, None for today.
+    ConfigError where the config needs other tasks, or the model has no words for them.
     """
     tasks = factory(config.env, config.seed)
     if not isinstance(tasks, TaskSet):
@@ -96,7 +98,13 @@ def prepared(
     system = tasks.system if settings.system is None else settings.system
     folder = None if path is None else os.path.expanduser(path)
     chat = templates.open_chat(
-        folder, settings.format, tasks.tools, system or None, settings.thinking
+        folder,
+        settings.format,
+        tasks.tools,
+        system or None,
+        settings.thinking,
+        settings.arguments,
+        day,
     )
     _check_ids(chat, config)
     if folder is not None:
