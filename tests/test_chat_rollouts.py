@@ -9,13 +9,13 @@ from chat_folders import CALCULATOR
 from rollout_fakes import FakeEngine, FakeEnvironment, key, limits
 from test_agent import InlineSampler
 
-from thundersync_jax.chat.base import pieces
+from thundersync_jax.chat.base import conversation, pieces
 from thundersync_jax.chat.templates import TemplateChat
 from thundersync_jax.config import Config, LatencyConfig
 from thundersync_jax.envs.base import Action, Observation, TaskSet, WithLatency
 from thundersync_jax.ops import losses
 from thundersync_jax.rollout.agent import Agent
-from thundersync_jax.rollout.commands import Commands
+from thundersync_jax.rollout.commands import Commands, Stopped
 from thundersync_jax.rollout.recorder import Recorder
 from thundersync_jax.run import tasks as run_tasks
 from thundersync_jax.stream import padding
@@ -38,7 +38,7 @@ class Replies(FakeEnvironment):
         return Observation(self._replies[place - 1], done=place == len(self._replies))
 
 
-def play(chat, environment, turns, **changes):
+def play(chat, environment, turns, task="a task", **changes):
     """A trajectory whose turns are sampled as given."""
     engine = FakeEngine(lambda request, turn: turns[turn], context_tokens=1024)
     settings = LENGTHS | {"stop_ids": None, "turns": len(turns)} | changes
@@ -46,7 +46,7 @@ def play(chat, environment, turns, **changes):
     async def attempt():
         agent = Agent(
             key=key(),
-            task="a task",
+            task=task,
             make_environment=lambda _: environment,
             sampler=InlineSampler(engine),
             commands=Commands(),
@@ -318,3 +318,58 @@ def test_an_environment_may_say_who_speaks_and_say_several_things(qwen):
         "\n<|im_start|>user\nToo high<|im_end|>"
         "\n<|im_start|>user\nGuess again.<|im_end|>\n<|im_start|>assistant\n"
     )
+
+
+def test_a_task_may_bring_its_own_tools_and_its_prompt_a_conversation(tmp_path):
+    """Two tasks of one run, each with one tool, through a pool and the counts."""
+    folder = chat_folders.write(tmp_path, "qwen3")
+    chat = TemplateChat(folder)
+    names = {"sum": CALCULATOR, "find": SEARCH}
+
+    def prompt(task):
+        return [{"role": "system", "content": "Be brief."}, Message("user", task)]
+
+    tasks = TaskSet(
+        ["sum"], ["find"], FakeEnvironment, prompt, tools=lambda task: [names[task]]
+    )
+    calculator, searcher = (run_tasks.of_task(chat, tasks, t) for t in names)
+    assert run_tasks.of_task(chat, tasks, "sum") is calculator
+    shown = {t: run_tasks.of_task(chat, tasks, t) for t in names}
+    lengths = {t: run_tasks._tokens(tasks, chat, t) for t in names}
+    for task, own in shown.items():
+        ids = own.prompt(conversation(prompt(task)))
+        text = own.decode(ids)
+        assert len(ids) == lengths[task] and "Be brief." in text
+        other = names["find" if task == "sum" else "sum"]
+        assert names[task].get("function", names[task])["name"] in text
+        assert other.get("function", other)["name"] not in text
+    turns = [
+        calculator.action(Action("call", "1+1")),
+        chat.action(Action("answer", "2")),
+    ]
+
+    class Asking(FakeEnvironment):
+        async def start(self, task):
+            return prompt(task)
+
+    environment = Asking()
+    trajectory, _ = play(calculator, environment, turns, task="sum")
+    assert [action.kind for action in environment.actions] == ["call", "answer"]
+    assert calculator.decode(trajectory.ids).count("Be brief.") == 1
+    environment = Asking()
+    turns = [
+        searcher.action(Action("answer", said))
+        for said in (calls(("calculator", "{}")), "2")
+    ]
+    play(searcher, environment, turns, task="find")
+    assert [action.kind for action in environment.actions] == ["answer"]  # no such tool
+
+
+@pytest.mark.parametrize(
+    "said",
+    [7, None, [], [7], [{"role": "user"}], [{"role": "bot", "content": "x"}], [""]],
+)
+def test_what_is_no_conversation_fails_that_attempt_by_name(qwen, said):
+    told = r"start\(\) returned .*, expected the prompt's text"
+    with pytest.raises(Stopped, match=told):
+        play(qwen, FakeEnvironment(prompt=said), [], turns=1)

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thundersync_jax import train
+from thundersync_jax.chat.base import reply
 from thundersync_jax.chat.byte_level import ByteLevel
 from thundersync_jax.chat.templates import TemplateChat
 from thundersync_jax.config import Config, EnvConfig, RolloutConfig, WarmStartConfig
@@ -70,7 +71,7 @@ def tokens_of(tasks, chat, task):
     for action, observation in tasks.demonstrate(task) if tasks.demonstrate else ():
         pieces.append(chat.action(action))
         if observation:
-            pieces.append(chat.observation(observation))
+            pieces.append(chat.observation(reply(action, observation)))
     return len(np.concatenate(pieces))
 
 

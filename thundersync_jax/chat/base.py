@@ -5,13 +5,15 @@ per turn the ids that were sampled and the ids of what follows them. The byte-le
 vocabulary is `byte_level.ByteLevel`, that of a model folder `templates.TemplateChat`.
 """
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from thundersync_jax.types import Action, Message, Trajectory
 
+ROLES = ("system", "user", "assistant", "tool")
+_FIELDS = {"role", "content", "call_id"}
 _CHARACTERS_PER_TOKEN = 8  # more than of most texts
 
 
@@ -45,6 +47,9 @@ class Chat(Protocol):
           ValueError: A malformed action, which has no rendering.
         """
 
+    def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> "Chat":
+        """The same chat for a task that has tools of its own."""
+
     def parse(self, ids: np.ndarray, stop_ids: Sequence[int]) -> Action:
         """Reads one sampled turn, int[N] up to and with its end token."""
 
@@ -56,6 +61,37 @@ class Chat(Protocol):
 
     def vocabulary(self) -> dict[str, int]:
         """Every token by its name."""
+
+
+def conversation(said: Any) -> str | tuple[Message, ...]:
+    """A prompt as chats take it: a text, or messages, which may come as mappings.
+
+    Raises:
+      ValueError: It is neither, or a message without a role that there is.
+    """
+    if isinstance(said, str):
+        return str.__str__(said)  # a subclass may do as it likes where it is encoded
+    messages = []
+    for message in said if isinstance(said, Sequence) and len(said) else [said]:
+        if (
+            isinstance(message, Mapping)
+            and {"role", "content"} <= message.keys() <= _FIELDS
+        ):
+            message = Message(**message)
+        known = isinstance(message, Message) and message.role in ROLES
+        if not (known and isinstance(message.content, str)):
+            raise ValueError(
+                f"{message!r:.80}, expected the prompt's text, or messages with a role "
+                f"({', '.join(ROLES)}) and a content"
+            )
+        content = str.__str__(message.content)
+        messages.append(Message(message.role, content, message.call_id))
+    return tuple(messages)
+
+
+def reply(action: Action, observation: str) -> Sequence[Message]:
+    """What an environment's text is to an action, as a conversation has it."""
+    return [Message("tool" if action.kind == "call" else "user", observation)]
 
 
 def cut(text: str, most: int, tokens: Callable[[str], int]) -> str:

@@ -12,7 +12,7 @@ neither a prompt nor a tool can forge a role. `decode` is for eyes; what was sam
 stays ids.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -185,6 +185,10 @@ class ByteLevel:
         A cut action needs no end token: <tool> cannot be taken for text.
         """
         return render_observation(_lines(messages))
+
+    def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> "ByteLevel":
+        """Itself: its one tool has no name and no schema."""
+        return self
 
     def special(self, ids: np.ndarray) -> np.ndarray:
         return np.asarray(ids) >= BYTES

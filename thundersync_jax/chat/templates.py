@@ -9,6 +9,7 @@ as <|im_end|> in a prompt or a tool's answer are text here, never the token, so 
 can forge a role; that is the one difference from `transformers`.
 """
 
+import copy
 import dataclasses
 import datetime
 import functools
@@ -116,32 +117,47 @@ class TemplateChat:
         """
         self._folder = Path(folder)
         self._tokenizer = tokenizer_files.load_tokenizer(self._folder)
-        source = tokenizer_files.template_of(self._folder, bool(tools))
-        if source is None:
-            raise ConfigError(
-                f"{folder} has no chat template; add chat_template.jinja."
-            )
-        self._tools = [dict(tool) for tool in tools]
-        self._style = tool_calls.style_of(source) if tools else None
         self._first = [{"role": "system", "content": system}] if system else []
-        settings = tokenizer_files.special_tokens(self._folder)
-        if thinking != "default":
-            if "enable_thinking" not in source:
-                raise self._refusal(
-                    f"does not know chat.thinking {thinking!r}", "Set it to 'default'"
-                )
-            settings["enable_thinking"] = thinking == "on"
-        settings |= self._arguments(arguments, source)
-        settings |= {"tools": self._tools or None, "documents": None}
-        self._template = functools.partial(
-            tokenizer_files.compiled(source, self._folder, day), **settings
-        )
+        self._thinking, self._given, self._day = thinking, arguments, day
         added = self._tokenizer.get_added_tokens_decoder()
         self._marks = {t.content: i for i, t in added.items() if t.special}
         self._special_ids = np.array(sorted(self._marks.values()), np.int64)
         vocabulary = self.vocabulary()
         self.vocab_size = 1 + max(vocabulary.values())
         self.longest_token = max(map(len, vocabulary))
+        self._of_tools: dict[str, TemplateChat] = {}
+        self._take(tools)
+
+    def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> "TemplateChat":
+        """The same chat with other tools; made once for the same ones."""
+        name = json.dumps(tools, default=dict)
+        if name not in self._of_tools:
+            self._of_tools[name] = other = copy.copy(self)
+            other._take(tools)
+        return self._of_tools[name]
+
+    def _take(self, tools: Sequence[Mapping[str, Any]]) -> None:
+        """Tries the template with these tools."""
+        source = tokenizer_files.template_of(self._folder, bool(tools))
+        if source is None:
+            raise ConfigError(
+                f"{self._folder} has no chat template; add chat_template.jinja."
+            )
+        self._tools = [dict(tool) for tool in tools]
+        self._style = tool_calls.style_of(source) if tools else None
+        settings = tokenizer_files.special_tokens(self._folder)
+        if self._thinking != "default":
+            if "enable_thinking" not in source:
+                raise self._refusal(
+                    f"does not know chat.thinking {self._thinking!r}",
+                    "Set it to 'default'",
+                )
+            settings["enable_thinking"] = self._thinking == "on"
+        settings |= self._arguments(self._given, source)
+        settings |= {"tools": self._tools or None, "documents": None}
+        self._template = functools.partial(
+            tokenizer_files.compiled(source, self._folder, self._day), **settings
+        )
         # Whether a turn begins in the middle of a thought.
         begins = self._render(self._user("?")).rstrip()
         self._thinks = begins.endswith(tool_calls.THINK)

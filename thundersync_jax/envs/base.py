@@ -46,6 +46,9 @@ class Environment(Protocol):
         """Scores the attempt once it has ended; its own phase and deadline."""
 
 
+Schemas = Sequence[Mapping[str, Any]]
+
+
 @dataclasses.dataclass(frozen=True)
 class TaskSet:
     """Tasks, and how to act on them.
@@ -58,8 +61,8 @@ class TaskSet:
         that no held-out task occurs in training, and that a resume has the same tasks.
       demonstrate: The turns of one good attempt, `(action, observation)` pairs with an
         empty last observation; None where no warm start is possible.
-      tools: JSON schemas of the tools, as chat templates take them; formats without
-        named tools ignore them.
+      tools: JSON schemas of the tools, as chat templates take them, or a function of
+        the task that returns them; formats without named tools ignore them.
       system: The first message of every conversation, where the format has one.
     """
 
@@ -68,7 +71,7 @@ class TaskSet:
     environment: Callable[[], Environment]
     prompt: Callable[[Any], str]
     demonstrate: Callable[[Any], Sequence[tuple[Action, str]]] | None = None
-    tools: Sequence[Mapping[str, Any]] = ()
+    tools: Schemas | Callable[[Any], Schemas] = ()
     system: str = ""
 
 

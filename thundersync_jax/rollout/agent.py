@@ -236,7 +236,7 @@ class Agent:
             self.recorder.observation(ids)
         raise AssertionError("rollout.turns is at least 1")
 
-    async def _start(self) -> str:
+    async def _start(self) -> str | Sequence[Message]:
         self.doing = "start()"
         try:
             self._environment = self.make_environment(self.key)
@@ -247,7 +247,11 @@ class Agent:
         prompt = await self._command(
             "start", limit_secs, lambda: self._environment.start(self.task)
         )
-        return _text(_expect(prompt, str, self.doing, "the prompt's text"))
+        try:
+            return base.conversation(prompt)
+        except ValueError as error:
+            reason = f"{self.doing} returned {error}"
+            raise Stopped(StopReason.ENVIRONMENT_ERROR, reason) from error
 
     async def _observed(
         self, messages: Sequence[Message], ended: bool, room: int

@@ -72,6 +72,7 @@ class RolloutPool:
         blocked_secs: float | None = None,
         make_teacher: MakeTeacher | None = None,
         chat: Chat = _BYTE_LEVEL,
+        chat_of: Callable[[Any], Chat] | None = None,
         keep: Keep | None = None,
     ):
         """Starts the threads.
@@ -87,6 +88,7 @@ class RolloutPool:
           make_teacher: Makes the teacher of training members from the event loop and a
             function to call with what it died of; the pool closes it.
           chat: Turns text into ids and back.
+          chat_of: The chat of a task; None where all have `chat`.
           keep: Called in further threads with the artefacts of a verdict.
 
         Raises:
@@ -101,7 +103,7 @@ class RolloutPool:
         self._limits = limits
         self._seed = seed
         self._on_span = on_span
-        self._chat, self._keep = chat, keep
+        self._chat, self._chat_of, self._keep = chat, chat_of, keep
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         # The running batch; no version: none runs.
         self.outstanding = 0
@@ -377,7 +379,7 @@ class RolloutPool:
             on_span=self._on_span,
             teacher=self._teacher if key.phase == "train" else None,
             on_turn=partial(self._tell, member),
-            chat=self._chat,
+            chat=self._chat_of(member.job.task) if self._chat_of else self._chat,
             keep=self._keep,
         )
         agent.times["queued"] = member.queued_secs

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from thundersync_jax.chat.base import conversation
 from thundersync_jax.config import Config
 from thundersync_jax.config.run import check_addends, check_family
 from thundersync_jax.config.workdir import (
@@ -171,6 +172,7 @@ class Run:
             on_span=self.timeline.add,
             make_teacher=teaching.maker(self.scoring),
             chat=self.chat,
+            chat_of=lambda task: run_tasks.of_task(self.chat, self.tasks, task),
             keep=self.artefacts.keep,
         )
 
@@ -342,7 +344,9 @@ class Run:
         return run_tasks.make_jobs(phase, step, self.tasks.heldout[:questions], samples)
 
     def _prompt_ids(self, step: int, group: int) -> np.ndarray:
-        return self.chat.prompt(self.tasks.prompt(self.task(step, group)))
+        task = self.task(step, group)
+        prompt = conversation(self.tasks.prompt(task))
+        return run_tasks.of_task(self.chat, self.tasks, task).prompt(prompt)
 
     def _task_index(self, step: int, group: int) -> int:
         """Where the task of a group is in the training tasks."""

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from thundersync_jax.chat import templates
-from thundersync_jax.chat.base import Chat
+from thundersync_jax.chat.base import Chat, conversation, reply
 from thundersync_jax.config import MOST_STOP_IDS, Config
 from thundersync_jax.config import workdir as workdirs
 from thundersync_jax.config.model import ModelConfig
@@ -100,7 +100,7 @@ def prepared(
     chat = templates.open_chat(
         folder,
         settings.format,
-        tasks.tools,
+        () if callable(tasks.tools) else tasks.tools,
         system or None,
         settings.thinking,
         settings.arguments,
@@ -126,6 +126,11 @@ def prepared(
     _check_questions(fitting, config)
     kept = counts if counts.took_long else None
     return Prepared(fitting, chat, counts.fingerprint, longest, kept)
+
+
+def of_task(chat: Chat, tasks: TaskSet, task: Any) -> Chat:
+    """The chat of one task, which may have tools of its own."""
+    return chat.with_tools(tasks.tools(task)) if callable(tasks.tools) else chat
 
 
 def _check_ids(chat: Chat, config: Config) -> None:
@@ -375,12 +380,13 @@ class _Bounds:
 
 def _tokens(tasks: TaskSet, chat: Chat, task: Any) -> int:
     """Of the prompt, and of the demonstration where there is one."""
-    length = len(chat.prompt(tasks.prompt(task)))
+    chat = of_task(chat, tasks, task)
+    length = len(chat.prompt(conversation(tasks.prompt(task))))
     if tasks.demonstrate is not None:
         for action, observation in tasks.demonstrate(task):
             length += len(chat.action(action))
             if observation:
-                length += len(chat.observation(observation))
+                length += len(chat.observation(reply(action, observation)))
     return length
 
 

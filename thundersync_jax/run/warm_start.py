@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from thundersync_jax.chat.base import conversation, reply
 from thundersync_jax.config import OptimConfig
 from thundersync_jax.errors import StreamError
 from thundersync_jax.models import base
@@ -61,12 +62,13 @@ class Demonstrations:
         return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
     def _rendered(self, task: Any) -> dict[str, np.ndarray]:
-        chat = self._chat
-        pieces = [(chat.prompt(self._tasks.prompt(task)), 0.0)]
+        chat = tasks.of_task(self._chat, self._tasks, task)
+        pieces = [(chat.prompt(conversation(self._tasks.prompt(task))), 0.0)]
         for action, observation in self._tasks.demonstrate(task):
             pieces.append((chat.action(action), 1.0))
             if observation:
-                pieces.append((chat.observation(observation), 0.0))
+                answer = reply(action, observation)
+                pieces.append((chat.observation(answer), 0.0))
         tokens = np.concatenate([ids for ids, _ in pieces]).astype(np.int32)
         weights = np.concatenate([np.full(len(i), w, np.float32) for i, w in pieces])
         return padding.pad({"tokens": tokens, "weights": weights}, (self.length,)).tree
