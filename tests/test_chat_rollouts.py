@@ -372,4 +372,4 @@ def test_a_task_may_bring_its_own_tools_and_its_prompt_a_conversation(tmp_path):
 def test_what_is_no_conversation_fails_that_attempt_by_name(qwen, said):
     told = r"start\(\) returned .*, expected the prompt's text"
     with pytest.raises(Stopped, match=told):
-        play(qwen, FakeEnvironment(prompt=said), [], turns=1)
+        play(qwen, FakeEnvironment(prompt=said), turns=[[1]])
