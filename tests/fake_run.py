@@ -32,6 +32,7 @@ class FakeRun:
         self.timeline = types.SimpleNamespace(add=lambda span: None)
         self.groups = first + (first if bound is None else bound)
         self.judged, self.teacher_tokens = True, 0
+        self.compile_sampler = lambda: None
         self.samples = types.SimpleNamespace(
             prompt=lambda step, group: None,
             whole=self.whole,

@@ -506,3 +506,17 @@ def test_a_turn_may_not_overtake_another_of_its_session():
 def test_impossible_engines_are_refused(changes, match):
     with pytest.raises(ValueError, match=match):
         make_engine(**changes)
+
+
+@pytest.mark.parametrize("make", [make_engine, make_group])
+def test_nothing_is_left_to_compile_and_bits_do_not_tell(make):
+    """Compiled later it would be on the deadline of a trajectory."""
+    programs = generation.prefill, generation.copy, generation.decode
+    plain, prepared = make(slots=6), make(slots=6)
+    prepared.compile()
+    compiled = [program._cache_size() for program in programs]
+    first, second = (converse(engine, list(range(6))) for engine in (prepared, plain))
+    assert [program._cache_size() for program in programs] == compiled
+    for name in first:
+        for mine, other in zip(first[name], second[name], strict=True):
+            np.testing.assert_array_equal(mine, other)

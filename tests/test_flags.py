@@ -547,3 +547,24 @@ def test_a_full_disk_is_one_line_wherever_it_is_met(number, file, capsys):
     assert (
         "w/metrics.jsonl" in error and "Free some" in error and error.count("\n") == 1
     )
+
+
+@pytest.mark.parametrize("name", ["engine", "teacher", "rollouts"])
+def test_an_error_while_a_thread_compiles_keeps_its_status(name):
+    """At the interpreter's end such a thread would abort the process, status 134."""
+    program = (
+        "import atexit, threading, time\n"
+        "from thundersync_jax import flags\n"
+        "from thundersync_jax.errors import ConfigError\n"
+        "atexit.register(print, 'the end of the interpreter')\n"
+        "def command(workdir):\n"
+        "    hangs = lambda: time.sleep(60)\n"
+        f"    threading.Thread(target=hangs, daemon=True, name={name!r}).start()\n"
+        "    raise ConfigError('wrong')\n"
+        "flags.run(command, needs=(), argv=['program', '--json'])\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == 2 and ended.stderr == "ConfigError: wrong\n"
+    assert ended.stdout == '{"error": "wrong", "kind": "ConfigError"}\n'

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import time
 
 import numpy as np
 import pytest
@@ -343,3 +344,22 @@ def test_only_new_members_of_its_own_policy_version_join_a_batch():
             pool.add(jobs(1, first=3), 0)
         # What an earlier batch had is new in the next.
         assert len(of_kind(roll(pool, 1), Rewarded)) == 1
+
+
+def test_the_engine_compiles_before_a_deadline_runs():
+    told = []
+
+    class Compiling(FakeEngine):
+        def compile(self):
+            time.sleep(0.5)  # longer than any deadline of the step
+            told.append("compiled")
+
+        def submit(self, request):
+            told.append("asked")
+            super().submit(request)
+
+    deadlines = {"trajectory_timeout_secs": 0.4, "step_timeout_secs": 0.4}
+    with open_pool(engine=Compiling(), **deadlines) as pool:
+        pool.compile()
+        assert len(of_kind(roll(pool, 2), Rewarded)) == 2
+    assert told[0] == "compiled" and told.count("compiled") == 1

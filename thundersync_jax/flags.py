@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -34,6 +35,7 @@ from thundersync_jax.config.settings import (
 from thundersync_jax.errors import ConfigError, ServerError, StreamError, full
 
 _REFUSED, _FAILED, _INTERRUPTED = 2, 1, 130
+_POOL_THREADS = ("engine", "teacher", "rollouts")
 _INTERRUPTED_RESULT = {"error": "interrupted", "kind": "KeyboardInterrupt"}
 _GRACE_SECS = 4.0  # for the command's own `with` blocks
 
@@ -105,6 +107,9 @@ def run(
         if full(error) is None:
             if as_json:
                 print(json.dumps(_failure(error)), flush=True)
+            if _in_c():
+                traceback.print_exc()
+                _leave(_FAILED)
             raise
         way_out = "expected room on that disk. Free some and run the same command again"
         message = f"{type(error).__name__}: {_one_line(error)}, {way_out}."
@@ -112,7 +117,20 @@ def run(
         result, status = _failure(error), _REFUSED
     if as_json:
         print(json.dumps(_finite(result)))
+    _leave(status)
+
+
+def _in_c() -> bool:
+    """Whether a thread of a closed pool hangs or compiles."""
+    return any(thread.name in _POOL_THREADS for thread in threading.enumerate())
+
+
+def _leave(status: int) -> NoReturn:
+    """Ends the process; by the interpreter's own end a thread in C would abort it."""
     sys.stdout.flush()
+    sys.stderr.flush()
+    if _in_c():
+        os._exit(status)
     sys.exit(status)
 
 

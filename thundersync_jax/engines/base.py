@@ -9,6 +9,7 @@ environment. Ids go in, ids and numbers come out.
 
 import asyncio
 import dataclasses
+import math
 import queue
 import threading
 import time
@@ -101,7 +102,8 @@ class PassiveEngine(Protocol):
 class Engine(PassiveEngine, Protocol):
     """What the rollout pool needs of a sampler: `Request` in, `Response` out.
 
-    A request that cannot fit the context is refused.
+    A request that cannot fit the context is refused. Where it has a `compile`, that is
+    called before any deadline runs.
     """
 
     context_tokens: int  # the longest sequence a session may hold
@@ -197,6 +199,11 @@ class EngineDriver:
     def update(self, params: object, policy_version: int, limit_secs: float) -> None:
         """Gives the engine new parameters, as `call` does."""
         self.call(partial(self._engine.update, params, policy_version), limit_secs)
+
+    def compile(self) -> None:
+        """Lets the engine compile what it needs, however long that takes."""
+        if compiles := getattr(self._engine, "compile", None):
+            self.call(compiles, math.inf)
 
     def call(self, function: Callable[[], Any], limit_secs: float) -> Any:
         """Runs a function in the engine's thread, after all it was told before.

@@ -121,6 +121,19 @@ class InProcessEngine(SlotEngine):
         on_cpu = all(device.platform == "cpu" for device in x.devices())
         return jax.device_put(np.asarray(x) if on_cpu else x, self._place)
 
+    def compile(self) -> None:
+        """Compiles every program that a turn may need, and computes nothing."""
+        slots, none = len(self._rows.token), np.int32(0)
+        place = np.zeros((slots, 2), np.int32)
+        for bucket in self._buckets:
+            ids = np.zeros((slots, bucket), np.int32)
+            self._cache = generation.prefill(
+                self._model, self._params, self._cache, ids, place, none
+            )
+        self._cache = generation.copy(self._cache, place, none)
+        self._decode()
+        self.collect()
+
     def release(self, session: Hashable) -> None:
         held = self._sessions.get(session)
         if held is not None and held.slot is not None:
@@ -147,8 +160,10 @@ class InProcessEngine(SlotEngine):
         turns = self._ready[: self._block_rows]
         del self._ready[: self._block_rows]
         self._fill([self._begin(session) for session in turns])
-        if not self._decoding:
-            return
+        if self._decoding:
+            self._decode()
+
+    def _decode(self) -> None:
         self._cache, *self._sampled = generation.decode(
             self._model,
             self._steps,
@@ -328,6 +343,11 @@ class EngineGroup:
         first.update(params, policy_version)
         for engine in others:
             engine.update(params, policy_version, twin=first)
+
+    def compile(self) -> None:
+        """As of one engine, for every device."""
+        for engine in self._engines:
+            engine.compile()
 
     def submit(self, request: Request) -> None:
         """Queues a turn where its session is. Raises as each engine does."""

@@ -143,6 +143,13 @@ class RolloutPool:
         """Environment commands so far that ignored their cancellation."""
         return self._commands.abandoned
 
+    def compile(self) -> None:
+        """Compiles what an engine of this process needs, before a deadline runs."""
+        self._raise_if_dead()
+        if compiles := getattr(self._driver, "compile", None):
+            with self._original_error():
+                compiles()
+
     def start(self, jobs: Sequence[Job], policy_version: int) -> None:
         """Begins a batch; its step deadline runs from here.
 

@@ -91,6 +91,7 @@ class Run:
         self.latency_scale = 1.0
         self._publisher: Publisher | None = None
         self._retries = 0
+        self._compiled = False  # whether the sampler is
         self._warned: set[str] = set()
         self.workdir = Path(workdir)
         self.on_line = on_line
@@ -212,6 +213,14 @@ class Run:
         """
         params, self._params = self._params, None
         return self._make_params() if params is None else params
+
+    def compile_sampler(self) -> None:
+        """Compiles the sampler, once: later it would be on a trajectory's deadline."""
+        if not self._compiled:
+            if not self.config.vllm.servers:
+                self.on_line("compiling the sampler")
+            self.pool.compile()
+            self._compiled = True
 
     def publish(self, params: Params, version: int) -> None:
         """Hands the learner's parameters to the sampler; between steps only."""

@@ -230,6 +230,7 @@ def rollouts(
     Whoever reads an event may add jobs to the pool. `advance` is called before every
     wait, which ends with an event or with a call that has ended.
     """
+    run.compile_sampler()
     run.pool.start(jobs, version)
     try:
         while run.pool.outstanding:
@@ -260,8 +261,6 @@ def heldout(
     """
     successes = np.zeros(questions, int)
     outcomes = _Outcomes(last_reward_secs=0.0, judged=True)
-    if not run.config.vllm.servers:
-        run.warn_once("compiling the sampler, with the first answers")
     jobs = run.heldout_jobs(phase, step, questions, samples)
     jobs = [dataclasses.replace(job, temperature=temperature) for job in jobs]
     for event in rollouts(run, jobs, version):
