@@ -23,7 +23,7 @@ from rollout_fakes import (
     refuse,
 )
 
-from thundersync_jax.rollout.pool import Failed
+from thundersync_jax.rollout.events import Failed
 
 BOUND = 9  # environments alive at a time
 

@@ -8,7 +8,7 @@ from toy_stream import MEAN, weighted
 
 from thundersync_jax import GradientStream
 from thundersync_jax.metrics.learner_clock import Totals
-from thundersync_jax.rollout.pool import Job
+from thundersync_jax.rollout.events import Job
 from thundersync_jax.run.step import run_step
 
 SIZE = 4  # members of a group

@@ -10,7 +10,8 @@ from thundersync_jax.chat import byte_level
 from thundersync_jax.config import RolloutConfig
 from thundersync_jax.engines.base import Response, Scored
 from thundersync_jax.envs.base import Action, Observation
-from thundersync_jax.rollout.pool import Completed, Failed, Job, Rewarded, RolloutPool
+from thundersync_jax.rollout.events import Completed, Failed, Job, Rewarded
+from thundersync_jax.rollout.pool import RolloutPool
 from thundersync_jax.types import StopReason, Trajectory, TrajectoryKey
 
 ANSWER = byte_level.render_action(Action("answer", "7"))

@@ -10,6 +10,7 @@ from rollout_fakes import ANSWER, CALL, FakeEngine, FakeEnvironment, key, limits
 from thundersync_jax.chat import base, byte_level
 from thundersync_jax.chat.byte_level import END
 from thundersync_jax.envs.base import Action, Observation
+from thundersync_jax.errors import PolicyFault
 from thundersync_jax.rollout.agent import Agent
 from thundersync_jax.rollout.commands import Commands, Stopped
 from thundersync_jax.rollout.recorder import Recorder
@@ -302,8 +303,68 @@ def test_deadlines_name_what_they_stopped():
     ]
     for environment, changes, reason in cases:
         with pytest.raises(Stopped, match=reason) as stopped:
-            play(environment, **changes)
+            play(environment, command_deadline="fail", agent_deadline="fail", **changes)
         assert stopped.value.stop_reason is StopReason.TIMEOUT
+
+
+def test_a_call_that_takes_too_long_is_told_to_the_policy():
+    """What the agent asked for is its own doing."""
+
+    class Slow(FakeEnvironment):
+        async def step(self, action):
+            if action.kind == "call":
+                await never()
+            return await super().step(action)
+
+    trajectory, reward, _ = play(
+        Slow(),
+        call_then_answer,
+        engine=FakeEngine(call_then_answer, context_tokens=128),
+        command_timeout_secs=0.1,
+        context_tokens=128,
+        prefill_buckets=(128,),
+        gradient_buckets=(128,),
+    )
+    assert (trajectory.stop_reason, reward) == (StopReason.FINISHED, 1.0)
+    observed = byte_level.decode(trajectory.ids[~trajectory.loss_mask])
+    assert "<tool>error: it was stopped after 0.1 s, the limit of a call" in observed
+
+
+def test_an_agent_whose_time_is_up_is_graded_for_what_is_there():
+    trajectory, reward, engine = play(
+        FakeEnvironment(step=never), trajectory_timeout_secs=0.2
+    )
+    assert (trajectory.stop_reason, reward) == (StopReason.DEADLINE, 1.0)
+    assert not trajectory.stop_reason.failed
+    assert trajectory.ids[trajectory.loss_mask].tolist() == ANSWER.tolist()
+    assert engine.released == [engine.requests[0].session]
+    with pytest.raises(Stopped, match="deadline of 0.2 s passed during start"):
+        play(FakeEnvironment(start=never), trajectory_timeout_secs=0.2)
+
+
+def test_a_start_has_a_deadline_of_its_own():
+    slow = FakeEnvironment(start=never)
+    with pytest.raises(Stopped, match=r"start\(\) was stopped at its deadline of 0.1"):
+        play(slow, start_timeout_secs=0.1)
+    with pytest.raises(Stopped, match=r"start\(\) was stopped at its deadline of 0.2"):
+        play(slow, command_timeout_secs=0.2)
+
+
+@pytest.mark.parametrize("given", [None, 0.25, float("nan")])
+def test_a_fault_of_the_policy_is_verified_or_has_its_reward(given):
+    async def judge():
+        raise PolicyFault("it deleted the tests", reward=given)
+
+    trajectory, reward, _ = play(FakeEnvironment(step=judge))
+    assert trajectory.stop_reason is StopReason.POLICY_FAULT
+    assert reward == (0.25 if given == 0.25 else 1.0)
+    if given == 0.25:
+        assert play(FakeEnvironment(reward=judge))[1] == 0.25
+    else:
+        with pytest.raises(Stopped, match="it deleted the tests without a reward"):
+            play(FakeEnvironment(reward=judge))
+    with pytest.raises(Stopped, match=r"start\(\) raised .*PolicyFault: .* before any"):
+        play(FakeEnvironment(start=judge))
 
 
 def test_session_is_released_however_the_attempt_ends():

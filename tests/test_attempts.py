@@ -6,6 +6,7 @@ import random
 import time
 
 import pytest
+import rollout_fakes
 from attempt_stress import Counted, stress
 from rollout_fakes import (
     FakeEnvironment,
@@ -22,7 +23,9 @@ from rollout_fakes import (
 
 from thundersync_jax.config import LatencyConfig
 from thundersync_jax.envs.base import WithLatency
-from thundersync_jax.rollout.pool import Failed, Rewarded
+from thundersync_jax.errors import InfrastructureFault, StreamError
+from thundersync_jax.rollout.attempts import Member, StartGate
+from thundersync_jax.rollout.events import Failed, Rewarded
 from thundersync_jax.types import StopReason
 
 
@@ -254,3 +257,120 @@ def test_a_place_is_kept_until_close_returns_whatever_is_cancelled(counted):
         drain(pool)
         roll(pool, 4, step=1)
     assert counted.most == 2 and counted.made == counted.closed
+
+
+def faulting(times, place="step"):
+    """Raises so often that the machinery is at fault, over all environments."""
+    left = [times]
+
+    async def move():
+        if left[0] > 0:
+            left[0] -= 1
+            raise InfrastructureFault("the sandbox is away")
+        return 1.0
+
+    return lambda m: FakeEnvironment(**{place: move})
+
+
+@pytest.mark.parametrize("place", ["start", "step", "reward"])
+def test_a_fault_of_the_machinery_is_tried_again_at_most_so_often(place):
+    """Also a verdict, of the environment that holds the work."""
+    for times, attempts in ((2, 3), (3, 3), (1, 1)):
+        with open_pool(
+            faulting(times, place),
+            attempts=attempts,
+            retry_secs=0.01,
+            start_fault_share=1.0,
+        ) as pool:
+            (outcome,) = outcomes(roll(pool, 1)).values()
+        if times < attempts:
+            assert isinstance(outcome, Rewarded)
+        else:
+            assert outcome.stop_reason is StopReason.ENVIRONMENT_ERROR
+            assert "InfrastructureFault: the sandbox is away" in outcome.reason
+
+
+def test_waits_between_tries_grow_and_differ():
+    limits = rollout_fakes.limits(retry_secs=0.1)
+    gate = StartGate(limits, lambda begins: None, lambda error: None)
+    members = [Member(job, 0, 0.0) for job in jobs(50)]
+    for number in range(4):
+        waits = [gate.wait_secs(member, number) for member in members]
+        low, high = 0.05 * 2**number, 0.15 * 2**number
+        assert all(low <= wait <= high for wait in waits) and len(set(waits)) == 50
+        assert waits == [gate.wait_secs(member, number) for member in members]
+    assert gate.wait_secs(members[0], 1000) <= 1.5 * 60
+
+
+class Outage:
+    """Environments that cannot be started for a while, and then all can."""
+
+    def __init__(self, secs, share=0.7, later=0.0):
+        self.rng = random.Random(0)
+        self.share, self.later = share, later
+        self.over_secs = time.monotonic() + secs
+        self.starts = []
+
+    def __call__(self, member):
+        return FakeEnvironment(start=self.start)
+
+    async def start(self):
+        await asyncio.sleep(0.002)
+        over = time.monotonic() > self.over_secs
+        failed = self.rng.random() < (self.later if over else self.share)
+        self.starts.append((time.monotonic(), failed))
+        if failed:
+            raise InfrastructureFault("no room in the cluster")
+
+
+def test_an_outage_of_starts_costs_patience_and_no_member(caplog):
+    """70 % of starts fail for a while, and attempts=1: nobody fails (time scaled)."""
+    outage = Outage(secs=1.0)
+    settings = {"retry_secs": 0.02, "step_timeout_secs": 0.9, "slots": 8}
+    with open_pool(outage, **settings) as pool:
+        found = outcomes(roll(pool, 64))
+    assert len(of_kind(found.values(), Rewarded)) == 64
+    assert "starts of environments failed; paused" in caplog.text
+    assert "environments start again" in caplog.text
+
+
+def test_an_outage_that_does_not_end_ends_the_run_with_its_cause():
+    outage = Outage(secs=1e9, share=1.0)
+    settings = {"retry_secs": 0.01, "outage_secs": 0.3, "step_timeout_secs": 0.2}
+    with (
+        pytest.raises(StreamError, match=r"outage_secs 0.3 .* no room in the cluster"),
+        open_pool(outage, **settings) as pool,
+    ):
+        roll(pool, 16)
+    assert len(outage.starts) < 60  # one at a time, with growing waits
+
+
+def test_rare_faults_leave_nearly_all_groups_whole():
+    """5 % of all moves fail throughout, three attempts: 99 % of groups of 8."""
+    rng = random.Random(1)
+
+    async def now_and_then():
+        await asyncio.sleep(0)
+        if rng.random() < 0.05:
+            raise InfrastructureFault("now and then")
+
+    groups = 120
+    settings = {"attempts": 3, "retry_secs": 0.001, "slots": 64}
+    with open_pool(
+        lambda m: FakeEnvironment(start=now_and_then, step=now_and_then), **settings
+    ) as pool:
+        found = outcomes(roll(pool, 8 * groups))
+    lost = {member // 8 for member, event in found.items() if isinstance(event, Failed)}
+    assert len(lost) <= 0.01 * groups
+
+
+def test_a_cancelled_batch_leaves_the_gate_open():
+    """A probe that is cancelled lets the next one try."""
+    outage = Outage(secs=0.6, share=1.0)
+    with open_pool(outage, retry_secs=0.05, slots=4) as pool:
+        pool.start(jobs(12), 0)
+        while len(outage.starts) < 10:
+            time.sleep(0.001)
+        pool.cancel()
+        drain(pool)
+        assert len(of_kind(roll(pool, 12, step=1), Rewarded)) == 12

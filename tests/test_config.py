@@ -315,9 +315,10 @@ def test_buckets_that_nobody_gave_follow_the_context():
 
 def test_what_a_resume_may_change_is_declared_beside_the_fields():
     """Every other setting is part of what a run computes, new ones included."""
-    rollout = ["command_timeout_secs", "trajectory_timeout_secs", "verify_timeout_secs"]
-    rollout += ["step_timeout_secs", "verify_concurrency", "environments"]
-    rollout += ["close_timeout_secs", "blocked_secs", "attempts"]
+    rollout = ["command_timeout_secs", "trajectory_timeout_secs", "start_timeout_secs"]
+    rollout += ["verify_timeout_secs", "step_timeout_secs", "verify_concurrency"]
+    rollout += ["environments", "close_timeout_secs", "retry_secs"]
+    rollout += ["start_fault_share", "outage_secs", "blocked_secs", "attempts"]
     rollout += ["failed_share_limit", "mismatch_warning"]
     vllm = ["servers", "weights_dir", "request_timeout_secs", "attempts"]
     changeable = [s.name for s in settings(Config()) if s.changeable]

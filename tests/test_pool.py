@@ -26,7 +26,8 @@ from rollout_fakes import (
 )
 
 from thundersync_jax.chat.byte_level import END
-from thundersync_jax.rollout.pool import Completed, Failed, Job, Rewarded, RolloutPool
+from thundersync_jax.rollout.events import Completed, Failed, Job, Rewarded
+from thundersync_jax.rollout.pool import RolloutPool
 from thundersync_jax.types import StopReason
 
 

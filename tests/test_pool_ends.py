@@ -26,7 +26,8 @@ from rollout_fakes import (
     roll,
 )
 
-from thundersync_jax.rollout.pool import Job, Rewarded, RolloutPool
+from thundersync_jax.rollout.events import Job, Rewarded
+from thundersync_jax.rollout.pool import RolloutPool
 from thundersync_jax.types import StopReason
 
 
@@ -212,7 +213,8 @@ def test_stopped_command_does_not_run_on(deadline):
         finally:
             ended.set()
 
-    with open_pool(lambda m: FakeEnvironment(step=command), **{deadline: 0.3}) as pool:
+    settings = {deadline: 0.3, "command_deadline": "fail", "agent_deadline": "fail"}
+    with open_pool(lambda m: FakeEnvironment(step=command), **settings) as pool:
         (event,) = roll(pool, 1)
         assert event.stop_reason is StopReason.TIMEOUT
         assert ended.wait(PATIENCE_SECS / 4)

@@ -29,7 +29,7 @@ from thundersync_jax.config import VLLMConfig
 from thundersync_jax.engines.base import Request
 from thundersync_jax.engines.vllm.engine import Published, VLLMEngine
 from thundersync_jax.errors import ConfigError, ServerError
-from thundersync_jax.rollout.pool import Completed, Rewarded
+from thundersync_jax.rollout.events import Completed, Rewarded
 from thundersync_jax.types import StopReason
 
 

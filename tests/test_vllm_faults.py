@@ -26,7 +26,7 @@ from thundersync_jax.engines.vllm import servers as vllm_servers
 from thundersync_jax.engines.vllm import wire
 from thundersync_jax.engines.vllm.engine import Published
 from thundersync_jax.errors import ServerError
-from thundersync_jax.rollout.pool import Completed, Failed, Rewarded
+from thundersync_jax.rollout.events import Completed, Failed, Rewarded
 from thundersync_jax.types import StopReason
 
 HEALTH_SECS = vllm_servers.HEALTH_SECS

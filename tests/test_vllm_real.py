@@ -32,7 +32,7 @@ from thundersync_jax.engines.vllm.publish import Publisher
 from thundersync_jax.engines.vllm.teacher import VLLMTeacher
 from thundersync_jax.errors import ServerError
 from thundersync_jax.models import transformer
-from thundersync_jax.rollout.pool import Completed, Rewarded
+from thundersync_jax.rollout.events import Completed, Rewarded
 from thundersync_jax.types import StopReason
 
 pytestmark = MARKS

@@ -19,6 +19,21 @@ class ServerError(RuntimeError):
     """A server that samples or teaches has failed, and nothing can take its place."""
 
 
+class InfrastructureFault(Exception):
+    """An environment's: what its attempt needs is away, and may be back soon."""
+
+
+class PolicyFault(Exception):
+    """An environment's: the policy has ended its attempt, which is never tried again.
+
+    It is verified, or has this reward.
+    """
+
+    def __init__(self, reason: str = "", reward: float | None = None):
+        super().__init__(reason)
+        self.reward = reward
+
+
 def full(error: BaseException) -> str | None:
     """What an error says where a disk, or one's share of it, is full; else None.
 

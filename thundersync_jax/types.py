@@ -22,6 +22,8 @@ class StopReason(enum.Enum):
     LENGTH = "length"  # a turn reached its token limit without a stop token
     TURN_LIMIT = "turn_limit"  # the last allowed turn was used up
     CONTEXT_OVERFLOW = "context_overflow"  # the next observation does not fit
+    DEADLINE = "deadline"  # the agent's time was up
+    POLICY_FAULT = "policy_fault"  # the environment ended it for what the policy did
     TIMEOUT = "timeout"  # a command, trajectory or step deadline passed
     ENVIRONMENT_ERROR = "environment_error"  # start, step or verify raised
     ENGINE_ERROR = "engine_error"  # the sampler failed on this trajectory

@@ -29,6 +29,8 @@ PartialGroups = refusals.PartialGroups
 UniformGroups = Literal[refusals.UniformGroups, "replace"]
 LatencyKind = Literal["none", "constant", "lognormal", "straggler"]
 CutActions = Literal["end", "run"]
+AgentDeadline = Literal["grade", "fail"]
+CommandDeadline = Literal["observe", "fail"]
 LongObservations = Literal["overflow", "cut"]
 Sampler = Literal["own_device", "shared"]
 TeacherDevice = Literal["own_device", "sampler"]
@@ -65,11 +67,17 @@ class RolloutConfig:
     segment_buckets: tuple[int, ...] = ()  # of turns and shared prompts; (): gradient's
     command_timeout_secs: float = changeable(10.0)  # deadline of one environment step
     trajectory_timeout_secs: float = changeable(60.0)  # deadline of one trajectory
+    start_timeout_secs: float | None = changeable(None)  # none: as of a step
+    agent_deadline: AgentDeadline = "grade"  # what is there at a trajectory's, or fail
+    command_deadline: CommandDeadline = "observe"  # a line for the policy, or fail
     verify_timeout_secs: float = changeable(10.0)  # deadline of one verification
     step_timeout_secs: float = changeable(300.0)  # deadline of all rollouts of a step
     verify_concurrency: int = changeable(32)  # verifications running at a time
     environments: int | None = changeable(None)  # most at a time; none: no bound
     close_timeout_secs: float = changeable(10.0)  # deadline of an environment's close
+    retry_secs: float = changeable(1.0)  # first wait after a fault, then doubled
+    start_fault_share: float = changeable(0.5)  # failed starts that pause all others
+    outage_secs: float = changeable(300.0)  # longest such pause
     blocked_secs: float = changeable(10.0)  # silence of the event loop to warn of
     attempts: int = changeable(1)  # tries of a trajectory whose environment fails
     failed_share_limit: float = changeable(0.5)  # failed members that stop the run
@@ -83,10 +91,10 @@ class RolloutConfig:
         sizes += ["command_timeout_secs", "trajectory_timeout_secs"]
         sizes += ["verify_timeout_secs", "step_timeout_secs"]
         sizes += ["verify_concurrency", "attempts", "mismatch_warning"]
-        sizes += ["close_timeout_secs", "blocked_secs"]
-        sizes += ["replacement_groups", "environments"]
+        sizes += ["close_timeout_secs", "blocked_secs", "retry_secs", "outage_secs"]
+        sizes += ["replacement_groups", "environments", "start_timeout_secs"]
         positive(self, "rollout.", sizes)
-        share(self, "rollout.", ["failed_share_limit"])
+        share(self, "rollout.", ["failed_share_limit", "start_fault_share"])
         require(
             self.slots >= LEAST_SLOTS,
             f"rollout.slots is {self.slots}",

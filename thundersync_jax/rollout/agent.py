@@ -17,7 +17,6 @@ from collections.abc import (
     AsyncIterator,
     Awaitable,
     Callable,
-    Iterator,
     Mapping,
     Sequence,
 )
@@ -26,14 +25,14 @@ from typing import Any
 
 import numpy as np
 
-from thundersync_jax.chat import base
 from thundersync_jax.chat.base import Chat
 from thundersync_jax.chat.byte_level import ByteLevel
 from thundersync_jax.config import RolloutConfig
 from thundersync_jax.engines.base import Connection, Request
 from thundersync_jax.envs import base as envs
 from thundersync_jax.envs.base import Action, Environment, Observation
-from thundersync_jax.errors import one_line
+from thundersync_jax.errors import PolicyFault, one_line
+from thundersync_jax.rollout import observations
 from thundersync_jax.rollout.commands import Commands, Stopped
 from thundersync_jax.rollout.events import Failed, Turn
 from thundersync_jax.rollout.recorder import Recorder
@@ -50,7 +49,6 @@ from thundersync_jax.types import (
 # Part of every sampling seed: a phase keeps its number for good.
 PHASES = {"train": 0, "evaluate": 1, "warm_start": 2}
 WAITING = "the wait for a slot"
-_LONG_TEXT = 10_000  # characters, a few milliseconds
 _SESSIONS = itertools.count()
 Keep = Callable[[TrajectoryKey, Mapping[str, bytes | Path]], None]
 _BYTE_LEVEL = ByteLevel()
@@ -82,6 +80,8 @@ class Agent:
     chat: Chat = _BYTE_LEVEL
     temperature: float | None = None  # of its sampling; None takes that of `limits`
     keep: Keep | None = None  # takes the artefacts of its verdict
+    # Told whether the environment could not be started, and why.
+    on_start: Callable[[bool, str], None] = lambda failed, reason: None
 
     def __post_init__(self):
         key, stop_ids = self.key, self.limits.stop_ids
@@ -99,6 +99,7 @@ class Agent:
         self._scorer: TurnScorer | None = None
         self._deadline_secs = 0.0  # on the event loop's clock
         self._timeout: asyncio.Timeout | None = None  # where one runs
+        self._given: float | None = None  # a reward in place of a verdict
 
     async def act(self) -> Trajectory:
         """Plays the turns and frees the engine.
@@ -107,12 +108,18 @@ class Agent:
           Stopped: A deadline passed, the environment raised, the engine refused, or
             the prompt leaves no room for a single token (CONTEXT_OVERFLOW).
         """
-        limit_secs = self.limits.trajectory_timeout_secs
-        self._deadline_secs = asyncio.get_running_loop().time() + limit_secs
+        self._begin_deadline()
         self.times["started"] = time.monotonic()
         try:
             async with self._deadline():
                 stop_reason = await self._play()
+        except _DeadlineError:
+            played = self.recorder is not None and self.recorder.turns > 0
+            if self.limits.agent_deadline == "fail" or not played:
+                self._stop_scoring()
+                raise
+            stop_reason = StopReason.DEADLINE
+            self._begin_deadline()  # what a teacher still has to say has its own
         except BaseException:
             self._stop_scoring()
             raise
@@ -146,6 +153,10 @@ class Agent:
             times=dict(self.times),
         )
 
+    def _begin_deadline(self) -> None:
+        limit_secs = self.limits.trajectory_timeout_secs
+        self._deadline_secs = asyncio.get_running_loop().time() + limit_secs
+
     def release(self) -> None:
         """Frees engine and teacher of an attempt that somebody else ends."""
         self.sampler.release(self.session)
@@ -169,6 +180,9 @@ class Agent:
             numbers: a missing verdict is never 0.
         """
         self.doing = "verify()"
+        if self._given is not None:
+            self.times["verified"] = time.monotonic()
+            return Verdict(self._given)
         limit_secs = self.limits.verify_timeout_secs
 
         async def verified() -> Any:
@@ -177,7 +191,12 @@ class Agent:
                 await asyncio.to_thread(self.keep, self.key, verdict.artefacts)
             return verdict
 
-        verdict = await self._command("verify", limit_secs, verified)
+        try:
+            verdict = await self._command("verify", limit_secs, verified)
+        except PolicyFault as fault:
+            verdict = self._judge(fault)
+            if self._given is None:
+                verdict = f"verify() raised {one_line(fault)} without a reward"
         self.times["verified"] = time.monotonic()
         if isinstance(verdict, str):
             raise Stopped(StopReason.INVALID_REWARD, verdict)
@@ -200,7 +219,9 @@ class Agent:
         """Runs start and all turns; returns how the policy ended."""
         limits = self.limits
         prompt, room = await self._start(), limits.context_tokens
-        ids = await self._ids(self.chat.prompt, prompt, room)
+        ids = await observations.ids(
+            self.chat, self.chat.prompt, prompt, room, self.doing
+        )
         if ids is None or len(ids) >= room:
             tokens = f"more than {room}" if ids is None else len(ids)
             raise Stopped(
@@ -221,7 +242,11 @@ class Agent:
                 # turn's own limit, it is the context that was too short.
                 length = limits.turn_tokens <= room
                 return StopReason.LENGTH if length else StopReason.CONTEXT_OVERFLOW
-            observation = await self._respond(turn, action)
+            try:
+                observation = await self._respond(turn, action)
+            except PolicyFault as fault:
+                self._judge(fault)
+                return StopReason.POLICY_FAULT
             self.recorder.credit(float(observation.weight), float(observation.credit))
             if observation.done:
                 return StopReason.FINISHED
@@ -229,7 +254,11 @@ class Agent:
                 return StopReason.TURN_LIMIT
             ended = action.ids[-1] in self.chat.stop_ids
             room = limits.context_tokens - self.recorder.length
-            ids = await self._observed(observation.messages, ended, room)
+            cut = limits.long_observations == "cut"
+            most = (room - limits.turn_tokens) * cut
+            ids = await observations.fitting(
+                self.chat, observation.messages, ended, room, most, self.doing
+            )
             if ids is None:
                 return StopReason.CONTEXT_OVERFLOW
             room -= len(ids)
@@ -243,62 +272,21 @@ class Agent:
         except BaseException as error:  # no signal: those reach the main thread alone
             reason = f"making the environment raised {one_line(error)}"
             raise Stopped(StopReason.ENVIRONMENT_ERROR, reason) from error
-        limit_secs = self.limits.command_timeout_secs
-        prompt = await self._command(
-            "start", limit_secs, lambda: self._environment.start(self.task)
-        )
+        limit_secs = self.limits.start_timeout_secs or self.limits.command_timeout_secs
         try:
-            return base.conversation(prompt)
-        except ValueError as error:
-            reason = f"{self.doing} returned {error}"
-            raise Stopped(StopReason.ENVIRONMENT_ERROR, reason) from error
-
-    async def _observed(
-        self, messages: Sequence[Message], ended: bool, room: int
-    ) -> np.ndarray | None:
-        """Ids of an observation, cut if a setting says so; None if it does not fit."""
-        ids = await self._ids(self.chat.observation, messages, room, ended)
-        if ids is not None and len(ids) < room:
-            return ids
-        most = room - self.limits.turn_tokens
-        if self.limits.long_observations == "overflow" or most < 1:
-            return None
-        longest = max(range(len(messages)), key=lambda i: len(messages[i].content))
-
-        def with_text(text: str) -> Sequence[Message]:
-            shown = dataclasses.replace(messages[longest], content=text)
-            return [*messages[:longest], shown, *messages[longest + 1 :]]
-
-        def tokens(text: str) -> int:
-            return len(self.chat.observation(with_text(text), ended))
-
-        whole = messages[longest].content
-        text = await asyncio.to_thread(base.cut, whole, most, tokens)
-        return self.chat.observation(with_text(text), ended) if text else None
-
-    async def _ids(
-        self,
-        function: Callable[..., np.ndarray],
-        said: str | Sequence[Message],
-        room: int,
-        *given: Any,
-    ) -> np.ndarray | None:
-        """Ids of an environment's text, which may be what no chat can render.
-
-        None of a text that cannot have room: it is not tokenised. A long one is, beside
-        the event loop.
-        """
-        texts = [said] if isinstance(said, str) else [part.content for part in said]
-        characters = sum(map(len, texts))
-        if characters > room * self.chat.longest_token:
-            return None
-        try:
-            if characters > _LONG_TEXT:
-                return await asyncio.to_thread(function, said, *given)
-            return function(said, *given)
-        except Exception as error:
-            reason = f"the text of {self.doing} cannot be rendered: {one_line(error)}"
-            raise Stopped(StopReason.ENVIRONMENT_ERROR, reason) from error
+            prompt = await self._command(
+                "start", limit_secs, lambda: self._environment.start(self.task)
+            )
+        except Stopped as stopped:
+            stopped.fault |= stopped.stop_reason is StopReason.TIMEOUT
+            stopped.at_start = stopped.fault
+            self.on_start(stopped.fault, stopped.reason)
+            raise
+        except PolicyFault as fault:
+            reason = f"{self.doing} raised {one_line(fault)} before any action"
+            raise Stopped(StopReason.ENVIRONMENT_ERROR, reason) from fault
+        self.on_start(False, "")
+        return observations.prompt(prompt, self.doing)
 
     async def _act_once(
         self, turn: int, new_ids: np.ndarray, max_new_tokens: int
@@ -365,7 +353,7 @@ class Agent:
                 self._scorer.raise_error()
             limit = f"trajectory deadline of {self.limits.trajectory_timeout_secs:g} s"
             reason = f"{limit} passed during {self.doing}"
-            raise Stopped(StopReason.TIMEOUT, reason) from None
+            raise _DeadlineError(StopReason.TIMEOUT, reason) from None
         finally:
             self._timeout = None
 
@@ -386,8 +374,7 @@ class Agent:
                 observation = Observation(f"error: {part.problem}")
             else:
                 observation = await self._step(turn, part)
-            for message in _messages(observation, role, part.call_id):
-                messages.append(message)
+            messages += observations.messages(observation, role, part.call_id)
             weight *= float(observation.weight)
             credit += float(observation.credit)
             if done := observation.done:
@@ -403,23 +390,23 @@ class Agent:
     async def _step(self, turn: int, action: Action) -> Observation:
         self.doing = f"step() of turn {turn}"
         limit_secs = self.limits.command_timeout_secs
-        observation = await self._command(
-            "tool", limit_secs, lambda: self._environment.step(action)
-        )
-        observation = _expect(observation, Observation, self.doing, "an Observation")
-        _expect(observation.text, str, self.doing, "an Observation with text")
-        for message in observation.messages:
-            _expect(message, Message, self.doing, "messages that are a Message each")
-            _expect(message.content, str, self.doing, "messages with text")
-        for name in ("weight", "credit"):
-            value = getattr(observation, name)
-            if envs.finite(value) is None:
-                raise Stopped(
-                    StopReason.ENVIRONMENT_ERROR,
-                    f"{self.doing} returned an Observation with {name} "
-                    f"{envs.short(value)}, expected a finite number",
-                )
-        return observation
+        try:
+            observation = await self._command(
+                "tool", limit_secs, lambda: self._environment.step(action)
+            )
+        except Stopped as stopped:
+            late = stopped.stop_reason is StopReason.TIMEOUT and not stopped.left_behind
+            if self.limits.command_deadline == "fail" or not late:
+                raise
+            observation = Observation(
+                f"error: it was stopped after {limit_secs:g} s, the limit of a call"
+            )
+        return observations.checked(observation, self.doing)
+
+    def _judge(self, fault: PolicyFault) -> Verdict | None:
+        """Takes the reward that a fault of the policy brings, if it does."""
+        self._given = envs.finite(fault.reward)
+        return None if self._given is None else Verdict(self._given, log=str(fault))
 
     async def _command(
         self, span: str, limit_secs: float, function: Callable[[], Awaitable[Any]]
@@ -437,29 +424,9 @@ class Agent:
             self.on_span(Span(track, name, start_secs, end_secs, lane))
 
 
+class _DeadlineError(Stopped):
+    """The time of the agent is up."""
+
+
 def _scoring(turn: int) -> str:
     return f"scoring of turn {turn}"
-
-
-def _expect(value: Any, kind: type, command: str, expected: str) -> Any:
-    if not isinstance(value, kind):
-        raise Stopped(
-            StopReason.ENVIRONMENT_ERROR,
-            f"{command} returned {envs.short(value)}, expected {expected}",
-        )
-    return value
-
-
-def _messages(observation: Observation, role: str, call_id: str) -> Iterator[Message]:
-    """What an observation says, in plain texts."""
-    if not observation.messages:
-        said = observation.role or role
-        answered = call_id if said == "tool" else ""
-        yield Message(said, _text(observation.text), answered)
-    for message in observation.messages:
-        yield dataclasses.replace(message, content=_text(message.content))
-
-
-def _text(text: str) -> str:
-    """The text itself: a subclass may do as it likes where it is encoded."""
-    return str.__str__(text)

@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from thundersync_jax.errors import one_line
+from thundersync_jax.errors import InfrastructureFault, PolicyFault, one_line
 from thundersync_jax.types import StopReason
 
 GRACE_SECS = 0.5  # how long a cancelled command may clean up before it is left behind
@@ -30,10 +30,14 @@ _FRAMES = 3  # of the stack that blocks, in messages
 class Stopped(Exception):
     """A trajectory failed: why, as a value that never reaches the trainer."""
 
-    def __init__(self, stop_reason: StopReason, reason: str):
+    def __init__(self, stop_reason: StopReason, reason: str, fault: bool = False):
+        """`fault` says that it was the machinery's fault, which may be over soon."""
         super().__init__(reason)
         self.stop_reason = stop_reason
         self.reason = reason
+        self.fault = fault
+        self.at_start = False  # whether the environment could not be started
+        self.left_behind = False  # whether what was stopped goes on nevertheless
 
 
 class Commands:
@@ -62,16 +66,21 @@ class Commands:
         if not task.done():
             ended = await self._stop(task)
             left = "" if ended else "; it ignores its cancellation and was left behind"
-            raise Stopped(
+            stopped = Stopped(
                 StopReason.TIMEOUT,
                 f"{name} was stopped at its deadline of {limit_secs:g} s{left}",
             )
+            stopped.left_behind = not ended
+            raise stopped
         if task.cancelled():
             raise Stopped(StopReason.ENVIRONMENT_ERROR, f"{name} cancelled itself")
         if (error := task.exception()) is not None:
+            if isinstance(error, PolicyFault):
+                raise error
             error = error.__cause__ if isinstance(error, _Exit) else error
+            fault = isinstance(error, InfrastructureFault)
             reason = f"{name} raised {one_line(error)}"
-            raise Stopped(StopReason.ENVIRONMENT_ERROR, reason) from error
+            raise Stopped(StopReason.ENVIRONMENT_ERROR, reason, fault) from error
         return task.result()
 
     async def _stop(self, task: asyncio.Task) -> bool:

@@ -11,10 +11,8 @@ after the turns that a teacher scored. What a stopped attempt still does is igno
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import queue
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence, Set
@@ -29,26 +27,13 @@ from thundersync_jax.envs.base import Environment
 from thundersync_jax.errors import one_line
 from thundersync_jax.rollout import commands
 from thundersync_jax.rollout.agent import PHASES, WAITING, Agent, Keep
-from thundersync_jax.rollout.events import Completed, Event, Failed, Job, Rewarded
+from thundersync_jax.rollout.attempts import Attempts, Member, StartGate
+from thundersync_jax.rollout.events import Event, Failed, Job, Rewarded
 from thundersync_jax.rollout.teacher import MakeTeacher
 from thundersync_jax.types import Span, StopReason, TrajectoryKey
 
-# Tried again with a fresh environment. A verdict is not: its tokens are out already,
-# and neither is what would happen again (a refused request, a prompt too long).
-RETRIED = frozenset({StopReason.ENVIRONMENT_ERROR, StopReason.TIMEOUT})
 _BYTE_LEVEL = ByteLevel()
 _CLOSE_SECS = 2.0  # for each thread to end; they are daemons beyond it
-
-
-@dataclasses.dataclass(eq=False)
-class Member:
-    """One member from its start to its outcome, on the event loop."""
-
-    job: Job
-    policy_version: int
-    queued_secs: float
-    agent: Agent | None = None
-    task: asyncio.Task | None = None
 
 
 class RolloutPool:
@@ -115,11 +100,9 @@ class RolloutPool:
         self._open: dict[TrajectoryKey, Member] = {}
         self._deadline: asyncio.TimerHandle | None = None
         self._ended: tuple[StopReason, str] | None = None  # the batch, and by what
-        self._tasks: set[asyncio.Task] = set()  # of members
-        self._closing: set[asyncio.Task] = set()  # of environments
-        self._slots = asyncio.Semaphore(limits.slots)
-        self._environments = asyncio.Semaphore(limits.environments or sys.maxsize)
-        self._verifiers = asyncio.Semaphore(limits.verify_concurrency)
+        self._left_secs = 0.0  # until that deadline, while starts pause
+        gate = StartGate(limits, self._pause, self._die)
+        self._attempts = Attempts(limits, self._agent, self._tell, gate)
         self._commands = commands.Commands()
         self._loop = commands.new_loop()
         self._loop.set_exception_handler(self._report)
@@ -279,97 +262,41 @@ class RolloutPool:
         except BaseException as error:
             self._die(error)
         finally:
-            self._end_attempts()
+            self._attempts.end(self._loop)
             commands.end_tasks(self._loop, commands.GRACE_SECS)
             self._loop.close()
-
-    def _end_attempts(self) -> None:
-        """Cancels all members, and waits until their environments are closed."""
-        for task in self._tasks:
-            task.cancel()
-        limit_secs = self._limits.close_timeout_secs + commands.GRACE_SECS
-        end = time.monotonic() + limit_secs
-        while (left := self._tasks | self._closing) and time.monotonic() < end:
-            with contextlib.suppress(BaseException):
-                first = asyncio.FIRST_COMPLETED
-                some = asyncio.wait(left, timeout=limit_secs, return_when=first)
-                self._loop.run_until_complete(some)
 
     def _begin(self, members: dict[TrajectoryKey, Member]) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
         self._ended = None
+        self._set_deadline(self._limits.step_timeout_secs)
+        self._join(members)
+
+    def _set_deadline(self, secs: float) -> None:
         limit_secs = self._limits.step_timeout_secs
         reason = f"step deadline of {limit_secs:g} s passed"
         self._deadline = self._loop.call_later(
-            limit_secs, self._end, StopReason.TIMEOUT, reason
+            secs, self._end, StopReason.TIMEOUT, reason
         )
-        self._join(members)
+
+    def _pause(self, begins: bool) -> None:
+        """Stops the step's deadline while no environment can be started."""
+        if begins and self._deadline is not None:
+            self._left_secs = self._deadline.when() - self._loop.time()
+            self._deadline.cancel()
+        elif not begins and self._ended is None:
+            self._set_deadline(self._left_secs)
 
     def _join(self, members: dict[TrajectoryKey, Member]) -> None:
         self._open.update(members)
-        for key, member in members.items():
+        for member in members.values():
             if self._ended is not None:
                 stop_reason, reason = self._ended
-                self._fail(member, stop_reason, f"{reason} before it was added")
+                reason = f"{reason} before it was added"
+                self._attempts.fail(member, stop_reason, reason)
                 continue
-            member.task = self._loop.create_task(self._run(member), name=str(key))
-            self._tasks.add(member.task)
-            member.task.add_done_callback(self._look)
-
-    async def _run(self, member: Member) -> None:
-        """Takes one member from its first attempt to its outcome."""
-        attempts, ended = self._limits.attempts, False
-        for attempt in range(attempts):
-            await self._environments.acquire()  # until this one is closed
-            member.agent = agent = self._agent(member, attempt)
-            try:
-                ended = await self._attempt(member, agent, attempt + 1 == attempts)
-            finally:
-                await asyncio.shield(self._close(agent))
-            if ended:
-                return
-
-    async def _attempt(self, member: Member, agent: Agent, last: bool) -> bool:
-        """Takes one attempt to its outcome; False where another one is to follow."""
-        try:
-            async with self._slots:
-                trajectory = await agent.act()
-            # Outside the slots, as the verdict: a teacher holds up no decoding.
-            trajectory = await agent.scored(trajectory)
-        except commands.Stopped as stopped:
-            if not last and stopped.stop_reason in RETRIED:
-                return False
-            self._fail(member, stopped.stop_reason, stopped.reason)
-            return True
-        self._tell(member, Completed(agent.key, trajectory))
-        try:
-            async with self._verifiers:
-                verdict = await agent.verify()
-        except commands.Stopped as stopped:
-            self._fail(member, stopped.stop_reason, stopped.reason)
-            return True
-        trajectory = dataclasses.replace(
-            trajectory,
-            reward=verdict.reward,
-            parts=dict(verdict.parts),
-            log=verdict.log,
-            times=dict(agent.times),
-        )
-        self._tell(member, Rewarded(agent.key, verdict.reward, trajectory))
-        return True
-
-    def _close(self, agent: Agent) -> asyncio.Task:
-        """Closes an attempt's environment, whoever waits for it."""
-
-        def closed(closing: asyncio.Task) -> None:
-            self._closing.discard(closing)
-            self._environments.release()
-
-        closing = self._loop.create_task(agent.close(), name=str(agent.key))
-        self._closing.add(closing)
-        closing.add_done_callback(closed)
-        return closing
+            self._attempts.begin(member, self._loop).add_done_callback(self._look)
 
     def _agent(self, member: Member, attempt: int) -> Agent:
         key = member.job.key._replace(attempt=attempt)
@@ -392,11 +319,6 @@ class RolloutPool:
         agent.times["queued"] = member.queued_secs
         return agent
 
-    def _fail(self, member: Member, stop_reason: StopReason, reason: str) -> None:
-        agent = member.agent
-        failed = agent.failed if agent else partial(Failed, member.job.key)
-        self._tell(member, failed(stop_reason, reason))
-
     def _tell(self, member: Member, event: Event) -> None:
         """Passes on what an open member says; a stopped one is not heard."""
         key = member.job.key._replace(attempt=0)
@@ -415,10 +337,9 @@ class RolloutPool:
             if member.agent is not None:
                 # Before the event: the reader may update the engine right after it.
                 member.agent.release()
-            self._fail(member, stop_reason, f"{reason} during {doing}")
+            self._attempts.fail(member, stop_reason, f"{reason} during {doing}")
 
     def _look(self, task: asyncio.Task) -> None:
-        self._tasks.discard(task)
         # Failures are values; whatever else ends a member is a fault of the run.
         if not task.cancelled() and (error := task.exception()) is not None:
             self._die(error)
