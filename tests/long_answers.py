@@ -54,7 +54,7 @@ def measure(chat, text, setting):
     )
     engine = FakeEngine(lambda request, turn: answer, context_tokens=4096)
     with RolloutPool(
-        engine, lambda key: Environment(key.member), settings, 0, chat=chat
+        engine, lambda context: Environment(context.key.member), settings, 0, chat=chat
     ) as pool:
         pool.start(jobs(8), 0)
         found = outcomes(drain(pool))

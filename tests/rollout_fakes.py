@@ -192,7 +192,7 @@ def open_pool(
     environment = environment or (lambda member: FakeEnvironment())
     with RolloutPool(
         engine or FakeEngine(),
-        lambda trajectory_key: environment(trajectory_key.member),
+        lambda context: environment(context.key.member),
         limits(**changes),
         seed=3,
         on_span=on_span,

@@ -2,13 +2,16 @@
 
 import asyncio
 import contextlib
+import functools
 import random
 import time
+from typing import ClassVar
 
 import pytest
 import rollout_fakes
 from attempt_stress import Counted, stress
 from rollout_fakes import (
+    FakeEngine,
     FakeEnvironment,
     after,
     drain,
@@ -22,10 +25,12 @@ from rollout_fakes import (
 )
 
 from thundersync_jax.config import LatencyConfig
+from thundersync_jax.envs import base as envs
 from thundersync_jax.envs.base import WithLatency
 from thundersync_jax.errors import InfrastructureFault, StreamError
 from thundersync_jax.rollout.attempts import Member, StartGate
 from thundersync_jax.rollout.events import Failed, Rewarded
+from thundersync_jax.rollout.pool import RolloutPool
 from thundersync_jax.types import StopReason
 
 
@@ -374,3 +379,103 @@ def test_a_cancelled_batch_leaves_the_gate_open():
         pool.cancel()
         drain(pool)
         assert len(of_kind(roll(pool, 12, step=1), Rewarded)) == 12
+
+
+class Told(FakeEnvironment):
+    """Keeps what it is told of its attempt."""
+
+    contexts: ClassVar[list] = []
+
+    def __init__(self, context):
+        super().__init__()
+        self.context = context
+        self.contexts.append(context)
+
+    async def start(self, task):
+        self.context.log(f"started {task}")
+        self.left = [self.context.remaining_tokens()]
+        return await super().start(task)
+
+    async def step(self, action):
+        self.left.append(self.context.remaining_tokens())
+        self.secs = self.context.remaining_secs()
+        (self.context.folder / "notes.txt").write_text("seen")
+        if self.context.key.member == 1:
+            raise InfrastructureFault("away")
+        return await super().step(action)
+
+
+def told_pool(folder, **settings):
+    return RolloutPool(
+        FakeEngine(),
+        lambda context: envs.make(Told, context),
+        rollout_fakes.limits(**settings),
+        seed=3,
+        folder=folder,
+    )
+
+
+def test_an_environment_that_asks_is_told_of_its_attempt(tmp_path):
+    Told.contexts.clear()
+    with told_pool(tmp_path, attempts=2, retry_secs=0.01) as pool:
+        found = outcomes(roll(pool, 2, step=4))
+    by_key = {str(context.key): context for context in Told.contexts}
+    first = by_key["train step 4 group 0 member 0"]
+    again = by_key["train step 4 group 0 member 1 attempt 1"]
+    assert (first.task, again.task) == (0, 1)
+    assert again.seed == by_key["train step 4 group 0 member 1"].seed != first.seed
+    notes = sorted(tmp_path.rglob("notes.txt"))
+    assert [str(p.parent.relative_to(tmp_path)) for p in notes] == [
+        "train_step_000004/g0m0a0",
+        "train_step_000004/g0m1a0",
+        "train_step_000004/g0m1a1",
+    ]
+    assert found[0].trajectory.log == "started 0"
+    assert found[1].trajectory.log == "started 1"
+
+
+def test_what_is_left_of_tokens_and_seconds_is_told():
+    made = []
+
+    def make(context):
+        made.append(envs.make(Told, context))
+        return made[-1]
+
+    limits = rollout_fakes.limits(trajectory_timeout_secs=5.0)
+    with RolloutPool(FakeEngine(), make, limits, seed=3) as pool:
+        (rewarded,) = of_kind(roll(pool, 1), Rewarded)
+    (environment,) = made
+    used = len(rewarded.trajectory.ids)
+    assert environment.left == [64, 64 - used]
+    assert 0 < environment.secs <= 5.0
+    assert environment.context.folder.is_dir()  # a temporary one, without a run
+
+
+def test_environments_without_a_context_are_made_as_before():
+    class Plain(FakeEnvironment):
+        pass
+
+    def function(limit=3):
+        return FakeEnvironment()
+
+    assert type(envs.make(Plain, None)) is Plain
+    assert type(envs.make(function, None)) is FakeEnvironment
+    assert type(envs.make(functools.partial(Told, context=7), 8)) is Told
+
+
+def test_deadlines_of_a_task_are_bounded_by_the_settings():
+    own = {0: envs.Deadlines(start=0.1), 1: envs.Deadlines(agent=0.1)}
+    own |= {2: envs.Deadlines(verify=0.1), 3: envs.Deadlines(command=1e9)}
+    moves = [{"start": never}, {"step": never}, {"reward": never}, {"step": never}]
+    with RolloutPool(
+        FakeEngine(),
+        lambda context: FakeEnvironment(**moves[context.task]),
+        rollout_fakes.limits(command_timeout_secs=0.3, command_deadline="fail"),
+        seed=3,
+        deadlines_of=own.get,
+    ) as pool:
+        found = outcomes(roll(pool, 4))
+    assert found[0].reason == "start() was stopped at its deadline of 0.1 s"
+    assert found[1].trajectory.stop_reason is StopReason.DEADLINE
+    assert found[2].reason == "verify() was stopped at its deadline of 0.1 s"
+    assert found[3].reason == "step() of turn 0 was stopped at its deadline of 0.3 s"

@@ -7,13 +7,15 @@ release rule and every order of arrival meets the same ones.
 
 import asyncio
 import dataclasses
+import functools
 import inspect
 import math
 import numbers
 import os
 import re
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,11 +23,74 @@ import numpy as np
 from thundersync_jax.config import LatencyConfig, dotted
 from thundersync_jax.envs import fingerprint
 from thundersync_jax.errors import ConfigError
-from thundersync_jax.types import LARGEST_REWARD, Action, Observation, Verdict
+from thundersync_jax.types import (
+    LARGEST_REWARD,
+    Action,
+    Observation,
+    TrajectoryKey,
+    Verdict,
+)
 
 # Last seed word: a tool call and the verification of one attempt draw apart.
 _TOOL, _VERIFY = 0, 1
 _LOG_CHARACTERS = 100_000  # of a verdict; what is longer loses its middle
+
+
+@dataclasses.dataclass(frozen=True)
+class Deadlines:
+    """Seconds that a task allows, None for those of the config, which bound them."""
+
+    start: float | None = None
+    command: float | None = None  # one step
+    agent: float | None = None  # the whole trajectory, verification left out
+    verify: float | None = None
+
+
+@dataclasses.dataclass(eq=False)
+class Context:
+    """What an environment may know of its attempt, where it asks for a `context`."""
+
+    key: TrajectoryKey  # phase, step, group, member, attempt
+    task: Any
+    seed: tuple[int, ...]  # the same for every attempt of a member
+    deadlines: Deadlines
+    root: Path | None
+    remaining_secs: Callable[[], float]  # until the agent's deadline
+    remaining_tokens: Callable[[], int]  # of the context
+
+    def __post_init__(self):
+        self._lines: list[str] = []
+
+    @functools.cached_property
+    def folder(self) -> Path:
+        """A folder of its own, made where it is asked for; it stays."""
+        key = self.key
+        if self.root is None:
+            return Path(tempfile.mkdtemp(prefix="attempt_"))
+        step = f"{key.phase}_step_{key.step:06d}"
+        folder = self.root / step / f"g{key.group}m{key.member}a{key.attempt}"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def log(self, line: str) -> None:
+        """A line for people, kept with the trajectory before the verdict's own log."""
+        self._lines.append(str(line))
+
+    def text(self, more: str = "") -> str:
+        """All lines, and what follows them."""
+        return "\n".join([*self._lines, *filter(None, [more])])
+
+
+def make(environment: Callable[..., "Environment"], context: Context) -> "Environment":
+    """A fresh environment, which gets the context if it has a parameter of that name.
+
+    TypeError where it takes other arguments.
+    """
+    try:
+        asks = "context" in inspect.signature(environment).parameters
+    except ValueError:  # of a builtin
+        asks = False
+    return environment(context=context) if asks else environment()
 
 
 class Environment(Protocol):
@@ -56,7 +121,8 @@ class TaskSet:
     Attributes:
       train: Training tasks; step s takes the next ones in a seeded shuffle per epoch.
       heldout: Tasks for evaluation only.
-      environment: Makes a fresh environment for one attempt.
+      environment: Makes a fresh environment for one attempt, without arguments or with
+        its `Context` as `context`.
       prompt: The prompt text of a task, as `start` returns it; used to check by content
         that no held-out task occurs in training, and that a resume has the same tasks.
       demonstrate: The turns of one good attempt, `(action, observation)` pairs with an
@@ -64,15 +130,20 @@ class TaskSet:
       tools: JSON schemas of the tools, as chat templates take them, or a function of
         the task that returns them; formats without named tools ignore them.
       system: The first message of every conversation, where the format has one.
+      deadlines: Those of a task, where it has its own.
+      reap: Called before anything else at the start of a run, to end what a crash of an
+        earlier one has left.
     """
 
     train: Sequence[Any]
     heldout: Sequence[Any]
-    environment: Callable[[], Environment]
+    environment: Callable[..., Environment]
     prompt: Callable[[Any], str]
     demonstrate: Callable[[Any], Sequence[tuple[Action, str]]] | None = None
     tools: Schemas | Callable[[Any], Schemas] = ()
     system: str = ""
+    deadlines: Callable[[Any], Deadlines] | None = None
+    reap: Callable[[], None] | None = None
 
 
 def load_factory(name: str) -> Callable[..., TaskSet]:

@@ -11,14 +11,10 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-import logging
 import time
 from collections.abc import (
     AsyncIterator,
-    Awaitable,
     Callable,
-    Mapping,
-    Sequence,
 )
 from pathlib import Path
 from typing import Any
@@ -29,16 +25,15 @@ from thundersync_jax.chat.base import Chat
 from thundersync_jax.chat.byte_level import ByteLevel
 from thundersync_jax.config import RolloutConfig
 from thundersync_jax.engines.base import Connection, Request
-from thundersync_jax.envs import base as envs
-from thundersync_jax.envs.base import Action, Environment, Observation
-from thundersync_jax.errors import PolicyFault, one_line
+from thundersync_jax.envs.base import Action, Context, Deadlines, Environment
+from thundersync_jax.errors import one_line
 from thundersync_jax.rollout import observations
 from thundersync_jax.rollout.commands import Commands, Stopped
 from thundersync_jax.rollout.events import Failed, Turn
+from thundersync_jax.rollout.moves import Keep, Moves
 from thundersync_jax.rollout.recorder import Recorder
 from thundersync_jax.rollout.teacher import Teacher, TurnScorer
 from thundersync_jax.types import (
-    Message,
     Span,
     StopReason,
     Trajectory,
@@ -50,7 +45,6 @@ from thundersync_jax.types import (
 PHASES = {"train": 0, "evaluate": 1, "warm_start": 2}
 WAITING = "the wait for a slot"
 _SESSIONS = itertools.count()
-Keep = Callable[[TrajectoryKey, Mapping[str, bytes | Path]], None]
 _BYTE_LEVEL = ByteLevel()
 
 
@@ -61,14 +55,14 @@ class Agent:
     Attributes:
       session: The engine's name for the attempt, never used twice: what a stopped one
         still does cannot touch a later one of the same key.
-      doing: What it is busy with, in words, for whoever has to stop it.
+      moves: Its environment, and what it is busy with.
       recorder: Its tokens; None before the prompt is known.
       times: Seconds on the monotonic clock, by name as in `Trajectory`.
     """
 
     key: TrajectoryKey  # of the trajectory, the attempt included
     task: Any  # the environment's task
-    make_environment: Callable[[TrajectoryKey], Environment]  # a fresh one for the key
+    make_environment: Callable[[Context], Environment]  # a fresh one
     sampler: Connection  # to the engine
     commands: Commands  # runs the environment's commands under their deadlines
     limits: RolloutConfig  # tokens, turns and deadlines
@@ -80,26 +74,44 @@ class Agent:
     chat: Chat = _BYTE_LEVEL
     temperature: float | None = None  # of its sampling; None takes that of `limits`
     keep: Keep | None = None  # takes the artefacts of its verdict
-    # Told whether the environment could not be started, and why.
-    on_start: Callable[[bool, str], None] = lambda failed, reason: None
+    deadlines: Deadlines | None = None  # of its task, within those of the limits
+    folder: Path | None = None  # in which attempts have folders; None: temporary ones
 
     def __post_init__(self):
         key, stop_ids = self.key, self.limits.stop_ids
         if self.temperature is None:
             self.temperature = self.limits.temperature
         self.session = (key, next(_SESSIONS))
-        self.doing = WAITING
         self.recorder: Recorder | None = None
         self.times: dict[str, float] = {}
-        self._environment: Environment | None = None
         # None takes the format's own end tokens.
         self._stop_ids = self.chat.stop_ids if stop_ids is None else stop_ids
         # Without the attempt: a retry samples the tokens that the first try would have.
         self._seed = (self.seed, PHASES[key.phase], key.step, key.group, key.member)
         self._scorer: TurnScorer | None = None
         self._deadline_secs = 0.0  # on the event loop's clock
+        limit_secs = self.limits.trajectory_timeout_secs
+        own = self.deadlines or Deadlines()
+        self._limit_secs = min(limit_secs, own.agent or limit_secs)
+        context = Context(
+            key=key,
+            task=self.task,
+            seed=self._seed,
+            deadlines=own,
+            root=self.folder,
+            remaining_secs=self._left_secs,
+            remaining_tokens=self._left_tokens,
+        )
+        self.moves = Moves(
+            context,
+            self.make_environment,
+            self.commands,
+            self.limits,
+            WAITING,
+            self.on_span,
+            self.keep,
+        )
         self._timeout: asyncio.Timeout | None = None  # where one runs
-        self._given: float | None = None  # a reward in place of a verdict
 
     async def act(self) -> Trajectory:
         """Plays the turns and frees the engine.
@@ -125,7 +137,7 @@ class Agent:
             raise
         finally:
             self.sampler.release(self.session)
-        self.doing = "the wait for verification"
+        self.moves.doing = "the wait for verification"
         self.times["completed"] = time.monotonic()
         return self.recorder.trajectory(stop_reason, times=self.times)
 
@@ -139,13 +151,13 @@ class Agent:
         """
         if self._scorer is None:
             return trajectory
-        self.doing = _scoring(self._scorer.turn)
+        self.moves.doing = _scoring(self._scorer.turn)
         try:
             async with self._deadline():
                 await self._scorer.finish()
         finally:
             self._stop_scoring()
-        self.doing = "the wait for verification"
+        self.moves.doing = "the wait for verification"
         self.times["completed"] = time.monotonic()
         return dataclasses.replace(
             trajectory,
@@ -154,8 +166,14 @@ class Agent:
         )
 
     def _begin_deadline(self) -> None:
-        limit_secs = self.limits.trajectory_timeout_secs
-        self._deadline_secs = asyncio.get_running_loop().time() + limit_secs
+        self._deadline_secs = asyncio.get_running_loop().time() + self._limit_secs
+
+    def _left_secs(self) -> float:
+        return self._deadline_secs - asyncio.get_running_loop().time()
+
+    def _left_tokens(self) -> int:
+        used = 0 if self.recorder is None else self.recorder.length
+        return self.limits.context_tokens - used
 
     def release(self) -> None:
         """Frees engine and teacher of an attempt that somebody else ends."""
@@ -170,57 +188,22 @@ class Agent:
         trajectory = None
         if self.recorder is not None:
             trajectory = self.recorder.trajectory(stop_reason, reason, self.times)
+            log = self.moves.context.text()
+            trajectory = dataclasses.replace(trajectory, log=log)
         return Failed(self.key, stop_reason, reason, trajectory)
 
     async def verify(self) -> Verdict:
-        """Returns the verdict, its artefacts kept: what they are may soon be gone.
-
-        Raises:
-          Stopped: As a command does, and INVALID_REWARD for anything but finite
-            numbers: a missing verdict is never 0.
-        """
-        self.doing = "verify()"
-        if self._given is not None:
-            self.times["verified"] = time.monotonic()
-            return Verdict(self._given)
-        limit_secs = self.limits.verify_timeout_secs
-
-        async def verified() -> Any:
-            verdict = envs.judged(await self._environment.verify())
-            if isinstance(verdict, Verdict) and verdict.artefacts and self.keep:
-                await asyncio.to_thread(self.keep, self.key, verdict.artefacts)
-            return verdict
-
-        try:
-            verdict = await self._command("verify", limit_secs, verified)
-        except PolicyFault as fault:
-            verdict = self._judge(fault)
-            if self._given is None:
-                verdict = f"verify() raised {one_line(fault)} without a reward"
+        """The verdict; see `Moves.verify`."""
+        verdict = await self.moves.verify()
         self.times["verified"] = time.monotonic()
-        if isinstance(verdict, str):
-            raise Stopped(StopReason.INVALID_REWARD, verdict)
         return verdict
-
-    async def close(self) -> None:
-        """Closes the environment, where one was made, under a deadline of its own."""
-        environment, self._environment = self._environment, None
-        if environment is None:
-            return
-        limit_secs = self.limits.close_timeout_secs
-        try:
-            await self.commands.run(
-                lambda: envs.close(environment), limit_secs, "close()"
-            )
-        except Stopped as stopped:
-            logging.warning("%s: %s", self.key, stopped.reason)
 
     async def _play(self) -> StopReason:
         """Runs start and all turns; returns how the policy ended."""
         limits = self.limits
-        prompt, room = await self._start(), limits.context_tokens
+        prompt, room = await self.moves.start(), limits.context_tokens
         ids = await observations.ids(
-            self.chat, self.chat.prompt, prompt, room, self.doing
+            self.chat, self.chat.prompt, prompt, room, self.moves.doing
         )
         if ids is None or len(ids) >= room:
             tokens = f"more than {room}" if ids is None else len(ids)
@@ -242,10 +225,8 @@ class Agent:
                 # turn's own limit, it is the context that was too short.
                 length = limits.turn_tokens <= room
                 return StopReason.LENGTH if length else StopReason.CONTEXT_OVERFLOW
-            try:
-                observation = await self._respond(turn, action)
-            except PolicyFault as fault:
-                self._judge(fault)
+            observation = await self.moves.respond(turn, action)
+            if observation is None:
                 return StopReason.POLICY_FAULT
             self.recorder.credit(float(observation.weight), float(observation.credit))
             if observation.done:
@@ -257,7 +238,7 @@ class Agent:
             cut = limits.long_observations == "cut"
             most = (room - limits.turn_tokens) * cut
             ids = await observations.fitting(
-                self.chat, observation.messages, ended, room, most, self.doing
+                self.chat, observation.messages, ended, room, most, self.moves.doing
             )
             if ids is None:
                 return StopReason.CONTEXT_OVERFLOW
@@ -265,35 +246,12 @@ class Agent:
             self.recorder.observation(ids)
         raise AssertionError("rollout.turns is at least 1")
 
-    async def _start(self) -> str | Sequence[Message]:
-        self.doing = "start()"
-        try:
-            self._environment = self.make_environment(self.key)
-        except BaseException as error:  # no signal: those reach the main thread alone
-            reason = f"making the environment raised {one_line(error)}"
-            raise Stopped(StopReason.ENVIRONMENT_ERROR, reason) from error
-        limit_secs = self.limits.start_timeout_secs or self.limits.command_timeout_secs
-        try:
-            prompt = await self._command(
-                "start", limit_secs, lambda: self._environment.start(self.task)
-            )
-        except Stopped as stopped:
-            stopped.fault |= stopped.stop_reason is StopReason.TIMEOUT
-            stopped.at_start = stopped.fault
-            self.on_start(stopped.fault, stopped.reason)
-            raise
-        except PolicyFault as fault:
-            reason = f"{self.doing} raised {one_line(fault)} before any action"
-            raise Stopped(StopReason.ENVIRONMENT_ERROR, reason) from fault
-        self.on_start(False, "")
-        return observations.prompt(prompt, self.doing)
-
     async def _act_once(
         self, turn: int, new_ids: np.ndarray, max_new_tokens: int
     ) -> Action | None:
         """Samples and records one action; None where its cut ends the trajectory."""
         limits = self.limits
-        self.doing = f"decoding of turn {turn}"
+        self.moves.doing = f"decoding of turn {turn}"
         request = Request(
             session=self.session,
             new_ids=new_ids,
@@ -312,10 +270,10 @@ class Agent:
                 return None
             return self.chat.parse(ids, self._stop_ids)
         except ValueError as error:
-            reason = f"{self.doing}: {one_line(error)}"
+            reason = f"{self.moves.doing}: {one_line(error)}"
             raise Stopped(StopReason.ENGINE_ERROR, reason) from error
         finally:
-            self._span("rollout", "decode", start)
+            self.moves.span("rollout", "decode", start)
 
     def _score(self, turn: int, new_tokens: int, action_tokens: int) -> None:
         """Sends the latest action to the teacher; nobody waits for the answer here."""
@@ -328,9 +286,9 @@ class Agent:
 
     def _on_scored(self, turn: Turn, start_secs: float) -> None:
         """Tells of a turn, the scores of its trajectory being in."""
-        self._span("teacher", f"score t{turn.turn}", start_secs)
+        self.moves.span("teacher", f"score t{turn.turn}", start_secs)
         if "completed" in self.times:
-            self.doing = _scoring(turn.turn + 1)
+            self.moves.doing = _scoring(turn.turn + 1)
         if self.on_turn is not None:
             length = len(turn.trajectory.ids)
             scores = self.recorder.teacher_scores(length)
@@ -351,8 +309,8 @@ class Agent:
         except TimeoutError:
             if self._scorer is not None:
                 self._scorer.raise_error()
-            limit = f"trajectory deadline of {self.limits.trajectory_timeout_secs:g} s"
-            reason = f"{limit} passed during {self.doing}"
+            limit = f"trajectory deadline of {self._limit_secs:g} s"
+            reason = f"{limit} passed during {self.moves.doing}"
             raise _DeadlineError(StopReason.TIMEOUT, reason) from None
         finally:
             self._timeout = None
@@ -361,67 +319,6 @@ class Agent:
         """Ends what runs under the deadline: a failed trajectory awaits no tool."""
         if self._timeout is not None and not self._timeout.expired():
             self._timeout.reschedule(asyncio.get_running_loop().time())
-
-    async def _respond(self, turn: int, action: Action) -> Observation:
-        """What follows an action: all of its calls are run, in their order."""
-        weight, credit, done = 1.0, 0.0, False
-        messages: list[Message] = []
-        single = len(action.calls) < 2 or action.kind == "malformed"
-        parts = [action] if single else [action.one(call) for call in action.calls]
-        for part in parts:
-            role = "tool" if part.call_id or part.kind == "call" else "user"
-            if part.problem and not self._sees_malformed:
-                observation = Observation(f"error: {part.problem}")
-            else:
-                observation = await self._step(turn, part)
-            messages += observations.messages(observation, role, part.call_id)
-            weight *= float(observation.weight)
-            credit += float(observation.credit)
-            if done := observation.done:
-                break
-        return Observation(
-            done=done, credit=credit, weight=weight, messages=tuple(messages)
-        )
-
-    @property
-    def _sees_malformed(self) -> bool:
-        return bool(getattr(self._environment, "sees_malformed", False))
-
-    async def _step(self, turn: int, action: Action) -> Observation:
-        self.doing = f"step() of turn {turn}"
-        limit_secs = self.limits.command_timeout_secs
-        try:
-            observation = await self._command(
-                "tool", limit_secs, lambda: self._environment.step(action)
-            )
-        except Stopped as stopped:
-            late = stopped.stop_reason is StopReason.TIMEOUT and not stopped.left_behind
-            if self.limits.command_deadline == "fail" or not late:
-                raise
-            observation = Observation(
-                f"error: it was stopped after {limit_secs:g} s, the limit of a call"
-            )
-        return observations.checked(observation, self.doing)
-
-    def _judge(self, fault: PolicyFault) -> Verdict | None:
-        """Takes the reward that a fault of the policy brings, if it does."""
-        self._given = envs.finite(fault.reward)
-        return None if self._given is None else Verdict(self._given, log=str(fault))
-
-    async def _command(
-        self, span: str, limit_secs: float, function: Callable[[], Awaitable[Any]]
-    ) -> Any:
-        start = time.monotonic()
-        try:
-            return await self.commands.run(function, limit_secs, self.doing)
-        finally:
-            self._span("verify" if span == "verify" else "rollout", span, start)
-
-    def _span(self, track: str, name: str, start_secs: float) -> None:
-        if self.on_span is not None:
-            end_secs = time.monotonic()
-            lane = f"g{self.key.group}m{self.key.member}"
-            self.on_span(Span(track, name, start_secs, end_secs, lane))
 
 
 class _DeadlineError(Stopped):

@@ -203,7 +203,7 @@ class Attempts:
                 told = True
                 self._gate.leave(probe, failed, reason)
 
-        agent.on_start = started
+        agent.moves.on_start = started
         try:
             async with self._slots:
                 trajectory = await agent.act()
@@ -249,7 +249,7 @@ class Attempts:
             self._closing.discard(closing)
             self._environments.release()
 
-        closing = asyncio.create_task(agent.close(), name=str(agent.key))
+        closing = asyncio.create_task(agent.moves.close(), name=str(agent.key))
         self._closing.add(closing)
         closing.add_done_callback(closed)
         return closing

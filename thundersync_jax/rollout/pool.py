@@ -17,18 +17,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence, Set
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from thundersync_jax.chat.base import Chat
 from thundersync_jax.chat.byte_level import ByteLevel
 from thundersync_jax.config import RolloutConfig
 from thundersync_jax.engines.base import Engine, RemoteEngine, connect
-from thundersync_jax.envs.base import Environment
+from thundersync_jax.envs.base import Context, Deadlines, Environment
 from thundersync_jax.errors import one_line
 from thundersync_jax.rollout import commands
-from thundersync_jax.rollout.agent import PHASES, WAITING, Agent, Keep
+from thundersync_jax.rollout.agent import PHASES, WAITING, Agent
 from thundersync_jax.rollout.attempts import Attempts, Member, StartGate
 from thundersync_jax.rollout.events import Event, Failed, Job, Rewarded
+from thundersync_jax.rollout.moves import Keep
 from thundersync_jax.rollout.teacher import MakeTeacher
 from thundersync_jax.types import Span, StopReason, TrajectoryKey
 
@@ -49,7 +51,7 @@ class RolloutPool:
     def __init__(
         self,
         engine: Engine | RemoteEngine,
-        make_environment: Callable[[TrajectoryKey], Environment],
+        make_environment: Callable[[Context], Environment],
         limits: RolloutConfig,
         seed: int,
         on_span: Callable[[Span], None] | None = None,
@@ -58,6 +60,8 @@ class RolloutPool:
         make_teacher: MakeTeacher | None = None,
         chat: Chat = _BYTE_LEVEL,
         chat_of: Callable[[Any], Chat] | None = None,
+        deadlines_of: Callable[[Any], Deadlines] | None = None,
+        folder: Path | None = None,
         keep: Keep | None = None,
     ):
         """Starts the threads.
@@ -74,6 +78,8 @@ class RolloutPool:
             function to call with what it died of; the pool closes it.
           chat: Turns text into ids and back.
           chat_of: The chat of a task; None where all have `chat`.
+          deadlines_of: Deadlines of a task, within `limits`.
+          folder: Where attempts have folders; None for temporary ones.
           keep: Called in further threads with the artefacts of a verdict.
 
         Raises:
@@ -89,6 +95,7 @@ class RolloutPool:
         self._seed = seed
         self._on_span = on_span
         self._chat, self._chat_of, self._keep = chat, chat_of, keep
+        self._deadlines_of, self._folder = deadlines_of, folder
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         # The running batch; no version: none runs.
         self.outstanding = 0
@@ -299,7 +306,7 @@ class RolloutPool:
             self._attempts.begin(member, self._loop).add_done_callback(self._look)
 
     def _agent(self, member: Member, attempt: int) -> Agent:
-        key = member.job.key._replace(attempt=attempt)
+        key, own = member.job.key._replace(attempt=attempt), self._deadlines_of
         agent = Agent(
             key=key,
             task=member.job.task,
@@ -315,6 +322,8 @@ class RolloutPool:
             on_turn=partial(self._tell, member),
             chat=self._chat_of(member.job.task) if self._chat_of else self._chat,
             keep=self._keep,
+            deadlines=own(member.job.task) if own else None,
+            folder=self._folder,
         )
         agent.times["queued"] = member.queued_secs
         return agent
@@ -332,7 +341,7 @@ class RolloutPool:
         """Fails every open member now, without waiting for what it is busy with."""
         self._ended = self._ended or (stop_reason, reason)
         for member in list(self._open.values()):
-            doing = member.agent.doing if member.agent else WAITING
+            doing = member.agent.moves.doing if member.agent else WAITING
             member.task.cancel()
             if member.agent is not None:
                 # Before the event: the reader may update the engine right after it.

@@ -111,6 +111,8 @@ class Run:
                 held.enter_context(locked(workdir))
                 check_claim(workdir, config)
                 others = found.check(workdir, config.env.accept_tasks)
+            if owner and self.tasks.reap is not None:
+                self.tasks.reap()
             placement.prepare(config)  # before anything of the user's runs jax
             self.placement = placement.place(config)
             self.model = models.build(config.model, model)
@@ -174,6 +176,8 @@ class Run:
             make_teacher=teaching.maker(self.scoring),
             chat=self.chat,
             chat_of=lambda task: run_tasks.of_task(self.chat, self.tasks, task),
+            deadlines_of=self.tasks.deadlines,
+            folder=self.workdir / "attempts",
             keep=self.artefacts.keep,
         )
 
@@ -390,8 +394,9 @@ class Run:
         if objective.with_reference(self.config.loss, self._term):
             self.on_line("one more copy of the parameters: the reference policy")
 
-    def _environment(self, key: TrajectoryKey) -> envs.Environment:
-        environment = self.tasks.environment()
+    def _environment(self, context: envs.Context) -> envs.Environment:
+        environment = envs.make(self.tasks.environment, context)
+        key = context.key
         if key.phase != "train":
             return environment
         env = self.config.env
