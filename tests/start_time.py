@@ -19,6 +19,7 @@ import chat_folders
 from thundersync_jax.chat.templates import TemplateChat
 from thundersync_jax.config import Config, RolloutConfig
 from thundersync_jax.envs.base import TaskSet
+from thundersync_jax.run import task_tokens
 from thundersync_jax.run import tasks as run_tasks
 
 TOOLS = [
@@ -34,7 +35,7 @@ SAMPLE = 2_000
 def prepare(tasks: TaskSet, chat: TemplateChat, limit: int, folder: Path) -> float:
     start = time.monotonic()
     rollout = RolloutConfig(context_tokens=limit)
-    counts = run_tasks._Counts(tasks, chat, print)
+    counts = task_tokens.Counts(tasks, chat, print)
     run_tasks._fitting(tasks, Config(rollout=rollout), counts, folder)
     if counts.took_long:
         counts.keep(folder)

@@ -17,6 +17,7 @@ from thundersync_jax.ops import losses
 from thundersync_jax.rollout.agent import Agent
 from thundersync_jax.rollout.commands import Commands, Stopped
 from thundersync_jax.rollout.recorder import Recorder
+from thundersync_jax.run import task_tokens
 from thundersync_jax.run import tasks as run_tasks
 from thundersync_jax.stream import padding
 from thundersync_jax.types import Message, StopReason
@@ -168,7 +169,7 @@ def test_lengths_are_tokens_and_not_characters(tmp_path):
     assert engine.requests[0].max_new_tokens == 4
     tasks = TaskSet(["aaaa bbbb", "aaaa" * 9], ["bbbb"], FakeEnvironment, lambda t: t)
     config = Config(rollout=limits(gradient_buckets=(9,), **lengths))
-    fitting, _ = run_tasks._fitting(tasks, config, run_tasks._Counts(tasks, chat))
+    fitting, _ = run_tasks._fitting(tasks, config, task_tokens.Counts(tasks, chat))
     assert fitting.train == ["aaaa bbbb"]
 
 
@@ -332,10 +333,10 @@ def test_a_task_may_bring_its_own_tools_and_its_prompt_a_conversation(tmp_path):
     tasks = TaskSet(
         ["sum"], ["find"], FakeEnvironment, prompt, tools=lambda task: [names[task]]
     )
-    calculator, searcher = (run_tasks.of_task(chat, tasks, t) for t in names)
-    assert run_tasks.of_task(chat, tasks, "sum") is calculator
-    shown = {t: run_tasks.of_task(chat, tasks, t) for t in names}
-    lengths = {t: run_tasks._tokens(tasks, chat, t) for t in names}
+    calculator, searcher = (task_tokens.of_task(chat, tasks, t) for t in names)
+    assert task_tokens.of_task(chat, tasks, "sum") is calculator
+    shown = {t: task_tokens.of_task(chat, tasks, t) for t in names}
+    lengths = {t: task_tokens.tokens_of(tasks, chat, t) for t in names}
     for task, own in shown.items():
         ids = own.prompt(conversation(prompt(task)))
         text = own.decode(ids)

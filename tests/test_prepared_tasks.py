@@ -23,6 +23,7 @@ from thundersync_jax.config.settings import replace
 from thundersync_jax.envs import fingerprint
 from thundersync_jax.envs.base import Action, TaskSet, check_split
 from thundersync_jax.errors import ConfigError
+from thundersync_jax.run import task_tokens
 from thundersync_jax.run import tasks as run_tasks
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
@@ -60,7 +61,9 @@ def config_of(limit, warm_start_steps=0):
 
 def prepared(tasks, chat, limit, warm_start_steps=0, workdir=None, lines=None):
     """The fitting tasks, the longest demonstration, and the counts."""
-    counts = run_tasks._Counts(tasks, chat, (lines if lines is not None else []).append)
+    counts = task_tokens.Counts(
+        tasks, chat, (lines if lines is not None else []).append
+    )
     config = config_of(limit, warm_start_steps)
     return *run_tasks._fitting(tasks, config, counts, workdir), counts
 
@@ -145,8 +148,8 @@ def test_what_fits_by_its_size_is_not_rendered(chats):
 
 
 def test_counts_are_kept_and_told_while_they_take_long(chats, tmp_path, monkeypatch):
-    monkeypatch.setattr(run_tasks, "_PATIENCE_SECS", 0.0)
-    monkeypatch.setattr(run_tasks, "_SAID_SECS", 0.01)
+    monkeypatch.setattr(task_tokens, "_PATIENCE_SECS", 0.0)
+    monkeypatch.setattr(task_tokens, "_SAID_SECS", 0.01)
     words = [f"word {i} " * (i % 50) for i in range(1_000)]
     tasks = TaskSet(words, ["other"], environment=None, prompt=lambda task: task)
     lines, chat = [], Counted(chats["qwen2"])
@@ -174,7 +177,7 @@ def test_counts_of_something_else_are_not_taken(what, chats, tmp_path):
     counts.keep(tmp_path)
     wrong, _, _ = prepared(tasks, chats["qwen2"], 250, workdir=tmp_path)
     assert wrong.train == words
-    chat, file = chats["qwen2"], tmp_path / run_tasks._COUNTS_FILE
+    chat, file = chats["qwen2"], tmp_path / task_tokens._COUNTS_FILE
     if what == "text":
         tasks = dataclasses.replace(tasks, train=[*words[:-1], "another word"])
     elif what == "template":

@@ -7,9 +7,9 @@ import hashlib
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
@@ -268,3 +268,31 @@ def _open_groups(config: Config, params: Params, group_bytes: int) -> int:
 def _listed(parts: list[str]) -> str:
     *first, last = parts
     return f"{', '.join(first)} and {last}" if first else last
+
+
+def introduction(
+    config: Config,
+    placement: Placement,
+    params: Params,
+    memory: SumMemory,
+    teacher: Any,
+    reference: bool,
+) -> Iterator[str]:
+    """Lines on what runs where, and what streaming costs in memory."""
+    count = sum(x.size for x in jax.tree.leaves(params))
+    axes = " x ".join(f"{name} {size}" for name, size in placement.mesh.shape.items())
+    places = config.vllm.servers or placement.samplers
+    sampler = ", ".join(map(str, places))
+    yield f"{count:,} parameters; learner on {axes}, sampler on {sampler}"
+    if config.model.path is not None:
+        yield f"weights and shape of {config.model.path}"
+    if memory.description:
+        yield memory.description
+    if teacher is not None and teacher.model is None:
+        yield f"teacher on {teacher.source}"
+    elif teacher is not None:
+        count = sum(x.size for x in jax.tree.leaves(teacher.params))
+        where = f"from {teacher.source} on {placement.teacher}"
+        yield f"teacher of {count:,} parameters {where}"
+    if reference:
+        yield "one more copy of the parameters: the reference policy"

@@ -1,7 +1,6 @@
 """What a config stands for, built once: tasks, model, meshes, sampler, optimizer."""
 
 import contextlib
-import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,6 +37,7 @@ from thundersync_jax.rollout.pool import RolloutPool
 from thundersync_jax.run import objective, placement, policy_term, state, teaching
 from thundersync_jax.run import tasks as run_tasks
 from thundersync_jax.run.samples import Samples
+from thundersync_jax.run.task_tokens import of_task
 from thundersync_jax.stream.gradient_stream import GradientStream
 from thundersync_jax.stream.turn_stream import TurnStream
 from thundersync_jax.types import Trajectory, TrajectoryKey
@@ -143,7 +143,11 @@ class Run:
                     self.on_line(f"changed on resume: {change}")
                 found.claim(workdir)
                 claim_day(workdir, day)
-            self._introduce(params, memory)
+            reference = objective.with_reference(config.loss, self._term)
+            for line in placement.introduction(
+                config, self.placement, params, memory, self.teacher, reference
+            ):
+                self.on_line(line)
             self.scoring = teaching.engine(
                 config, self.teacher, width, self.placement.teacher, self.on_line
             )
@@ -175,7 +179,7 @@ class Run:
             on_span=self.timeline.add,
             make_teacher=teaching.maker(self.scoring),
             chat=self.chat,
-            chat_of=lambda task: run_tasks.of_task(self.chat, self.tasks, task),
+            chat_of=lambda task: of_task(self.chat, self.tasks, task),
             deadlines_of=self.tasks.deadlines,
             folder=self.workdir / "attempts",
             keep=self.artefacts.keep,
@@ -359,40 +363,14 @@ class Run:
     def _prompt_ids(self, step: int, group: int) -> np.ndarray:
         task = self.task(step, group)
         prompt = conversation(self.tasks.prompt(task))
-        return run_tasks.of_task(self.chat, self.tasks, task).prompt(prompt)
+        return of_task(self.chat, self.tasks, task).prompt(prompt)
 
     def _task_index(self, step: int, group: int) -> int:
         """Where the task of a group is in the training tasks."""
         if self._order[0] != step:
-            tasks, seed = len(self.tasks.train), self.config.seed
-            groups = self.config.rollout.groups_per_step
-            start, most = (step - 1) * groups, self.config.most_replacements
-            order = run_tasks.take(range(tasks), seed, start, groups)
-            further = run_tasks.replacements(tasks, seed, step, order)
-            order += itertools.islice(itertools.cycle(further), most)
-            self._order = step, order
+            tasks = len(self.tasks.train)
+            self._order = step, run_tasks.order(tasks, self.config, step)
         return self._order[1][group]
-
-    def _introduce(self, params: Params, memory: placement.SumMemory) -> None:
-        """Prints what runs where, and what streaming costs in memory."""
-        shape = self.placement.mesh.shape
-        count = sum(x.size for x in jax.tree.leaves(params))
-        axes = " x ".join(f"{name} {size}" for name, size in shape.items())
-        places = self.config.vllm.servers or self.placement.samplers
-        sampler = ", ".join(map(str, places))
-        self.on_line(f"{count:,} parameters; learner on {axes}, sampler on {sampler}")
-        if self.config.model.path is not None:
-            self.on_line(f"weights and shape of {self.config.model.path}")
-        if memory.description:
-            self.on_line(memory.description)
-        if self.teacher is not None and self.teacher.model is None:
-            self.on_line(f"teacher on {self.teacher.source}")
-        elif self.teacher is not None:
-            count = sum(x.size for x in jax.tree.leaves(self.teacher.params))
-            where = f"from {self.teacher.source} on {self.placement.teacher}"
-            self.on_line(f"teacher of {count:,} parameters {where}")
-        if objective.with_reference(self.config.loss, self._term):
-            self.on_line("one more copy of the parameters: the reference policy")
 
     def _environment(self, context: envs.Context) -> envs.Environment:
         environment = envs.make(self.tasks.environment, context)

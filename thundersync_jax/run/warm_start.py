@@ -24,6 +24,7 @@ from thundersync_jax.run import state, tasks
 from thundersync_jax.run.checkpoint import Checkpoints
 from thundersync_jax.run.run import Run
 from thundersync_jax.run.step import heldout
+from thundersync_jax.run.task_tokens import of_task
 from thundersync_jax.stream import padding
 
 POLICY_VERSION = 0  # of everything before the first policy update
@@ -62,7 +63,7 @@ class Demonstrations:
         return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
     def _rendered(self, task: Any) -> dict[str, np.ndarray]:
-        chat = tasks.of_task(self._chat, self._tasks, task)
+        chat = of_task(self._chat, self._tasks, task)
         pieces = [(chat.prompt(conversation(self._tasks.prompt(task))), 0.0)]
         for action, observation in self._tasks.demonstrate(task):
             pieces.append((chat.action(action), 1.0))
