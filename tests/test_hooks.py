@@ -19,7 +19,7 @@ import optax
 import pytest
 
 from thundersync_jax import train
-from thundersync_jax.config import OptimConfig
+from thundersync_jax.config import LossConfig, OptimConfig
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.metrics.records import read_rollouts, rollouts_path
 from thundersync_jax.metrics.writer import read
@@ -308,3 +308,56 @@ def test_what_is_no_optimizer_is_refused_by_its_name(source, given):
 
 def no_optimizer(optim, schedule):
     return 3
+
+
+@pytest.mark.parametrize("truncated", ["keep", "mask", "zero_reward"])
+def test_trajectories_that_were_cut_off_train_as_the_setting_says(tmp_path, truncated):
+    """Out of the loss, or with the reward 0 (huggingface/trl#3248)."""
+    settings = SGD | {
+        "loss.truncated": truncated,
+        "optim.learning_rate": 0.5,  # the larger, the less is rounded off
+        "loss.advantage": "mean_only",
+        "rollout.stop_ids": (33, 65, 66, 97, 98, 99, 100, 101),
+        "rollout.groups_per_step": 4,
+        "rollout.group_size": 8,
+        "steps": 1,
+    }
+    config = trained(tmp_path, **settings)
+    records = read_rollouts(rollouts_path(tmp_path, 1))
+    cut = [record.trajectory.stop_reason.truncated for record in records]
+    assert 2 < sum(cut) < len(cut) - 2
+    (row,) = [row for row in read(tmp_path) if row["step"] == 1]
+    assert row["truncated_share"] == pytest.approx(np.mean(cut))
+    params = saved(tmp_path, config, 0)
+    groups = {}
+    for record in records:
+        groups.setdefault(record.trajectory.key.group, []).append(record.trajectory)
+    total = jax.tree.map(lambda x: np.zeros(x.shape), params)
+    for members in groups.values():
+        rewards = np.array([t.reward for t in members])
+        if truncated == "zero_reward":
+            rewards *= [not t.stop_reason.truncated for t in members]
+        for trajectory, advantage in zip(members, centred(rewards), strict=True):
+            if truncated == "mask" and trajectory.stop_reason.truncated:
+                continue
+            score = score_gradient(params, trajectory, np.ones_like)
+            total = jax.tree.map(
+                lambda t, s, a=advantage: t + a * np.asarray(s, np.float64),
+                total,
+                score,
+            )
+    wanted = jax.tree.map(lambda x: x / len(records), total)
+    rate = config.optim.learning_rate
+    moved = jax.tree.map(
+        lambda a, b: (np.float64(a) - np.float64(b)) / rate,
+        params,
+        saved(tmp_path, config, 1),
+    )
+    assert_same(moved, wanted)
+
+
+def test_what_cannot_be_cut_off_is_refused():
+    with pytest.raises(ConfigError, match="loss.truncated is 'zero_reward' with"):
+        LossConfig(
+            advantage="none", distill="sampled_reverse_kl", truncated="zero_reward"
+        )

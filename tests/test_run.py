@@ -96,6 +96,15 @@ def test_a_resume_and_an_evaluation_show_the_day_of_the_first_start(
         assert days[1].isoformat() == earlier
 
 
+def test_too_few_devices_of_a_jax_that_runs_already_are_named(monkeypatch):
+    config = echo_task.small(warm_start_steps=0, steps=1)
+    (first, *_) = jax.devices()
+    monkeypatch.setattr(jax, "devices", lambda: [first])
+    told = "runs already, with 1 CPU devices, .* needs 2; .*JAX_NUM_CPU_DEVICES=2"
+    with pytest.raises(ConfigError, match=told):
+        placement.place(config)
+
+
 def test_demonstrations_need_an_action(tmp_path):
     factory = changed(demonstrate=lambda word: [])
     with pytest.raises(ConfigError, match="of 184 training tasks have no action"):

@@ -65,6 +65,7 @@ MISUSE = {
     "NaN reward": (lambda s: s.reward("a", 1, np.nan), ["nan", "finite", "fail("]),
     "infinite reward": (lambda s: s.reward("a", 1, -np.inf), ["-inf", "fail("]),
     "reward beyond float": (lambda s: s.reward("a", 1, 10**400), ["1000", "fail("]),
+    "reward in bytes": (lambda s: s.reward("a", 1, b"1"), ["b'1'", "finite"]),
     "reward in words": (lambda s: s.reward("a", 1, "1"), ["'1'", "finite", "fail("]),
     "another version": (
         lambda s: s.complete("a", 2, {"s": 3.0}, tokens=1, policy_version=8),

@@ -32,11 +32,24 @@ class StopReason(enum.Enum):
     CANCELLED = "cancelled"  # the step or the run was stopped
 
     @property
+    def truncated(self) -> bool:
+        """True where a limit of tokens, turns, context or time cut the policy off."""
+        return self in _TRUNCATED
+
+    @property
     def failed(self) -> bool:
         """True where a component failed, rather than the policy finishing."""
         return self in _FAILED
 
 
+_TRUNCATED = frozenset(
+    {
+        StopReason.LENGTH,
+        StopReason.TURN_LIMIT,
+        StopReason.CONTEXT_OVERFLOW,
+        StopReason.DEADLINE,
+    }
+)
 _FAILED = frozenset(
     {
         StopReason.TIMEOUT,

@@ -23,6 +23,7 @@ REWARDED = (
 RateSchedule = Literal["constant", "linear", "cosine"]
 KLEstimator = Literal["k1", "k2", "k3"]
 TurnCredit = Literal["none", "environment"]
+Truncated = Literal["keep", "mask", "zero_reward"]
 Distill = Literal[
     *("none", "sampled_reverse_kl", "reverse_kl", "forward_kl", "jensen_shannon")
 ]
@@ -107,6 +108,7 @@ class LossConfig:
     length_penalty: float = 0.0  # reward that the longest possible trajectory loses
     length_free_tokens: int = 0  # sampled tokens up to which a trajectory loses none
     importance_cap: float | None = None  # of learner over sampler per token; none: off
+    truncated: Truncated = "keep"  # trajectories cut off: as others, out, or reward 0
     turn_credit: TurnCredit = "none"  # a turn's own credit: refused, or as it is given
     surrogate: str = "policy_gradient"  # or module:factory of your own, from LossConfig
 
@@ -140,6 +142,12 @@ class LossConfig:
             f"loss.advantage is 'none' with loss.distill {self.distill!r}",
             "something to learn from: rewards, or a teacher",
             "Set loss.distill to 'sampled_reverse_kl' or loss.advantage to 'mean_std'.",
+        )
+        require(
+            self.truncated != "zero_reward" or self.advantage != "none",
+            "loss.truncated is 'zero_reward' with loss.advantage 'none'",
+            "rewards in the loss",
+            "Set loss.truncated to 'mask' or 'keep'.",
         )
         std = ("mean_std", "leave_one_out_std", "batch_mean_std")
         effective(self, "loss.", ["constant"], "aggregation", ("constant",))

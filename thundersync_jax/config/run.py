@@ -227,6 +227,12 @@ def _check_teacher(config: Config) -> None:
         "'batch', 'trajectory' or 'turn': without rewards nobody waits for a group",
         "Set release to 'trajectory'.",
     )
+    require(
+        config.release != "turn" or loss.truncated != "mask",
+        "loss.truncated is 'mask' with release 'turn'",
+        "'trajectory' or 'batch': how it ends is not known while a trajectory goes on",
+        "Set release to 'trajectory' or loss.truncated to 'keep'.",
+    )
 
 
 def _check_remote_teacher(config: Config) -> None:

@@ -45,7 +45,6 @@ from thundersync_jax.types import StopReason, Trajectory, TrajectoryKey
 
 FOLDER = "rollouts"
 _BYTE_LEVEL = ByteLevel()
-_TRUNCATED = (StopReason.LENGTH, StopReason.TURN_LIMIT, StopReason.CONTEXT_OVERFLOW)
 _FILE = re.compile(r"step_(\d+)\.jsonl(\.gz)?")
 _GZIP = ".gz"  # ending of what is compressed
 _LEVEL = 6  # of compression
@@ -118,7 +117,7 @@ def stop_metrics(counts: Mapping[str, int]) -> dict[str, float]:
     `counts` are trajectories by the value of their `StopReason`.
     """
     metrics = {f"stop_{r.value}": counts.get(r.value, 0) for r in StopReason}
-    truncated = sum(metrics[f"stop_{reason.value}"] for reason in _TRUNCATED)
+    truncated = sum(metrics[f"stop_{r.value}"] for r in StopReason if r.truncated)
     total = sum(metrics.values())
     return metrics | {"truncated_share": truncated / total if total else math.nan}
 

@@ -65,7 +65,7 @@ METRICS: dict[str, str] = {
         f"stop_{reason.value}": f"trajectories; whose stop reason was {reason.value!r}"
         for reason in StopReason
     },
-    "truncated_share": "share; that ended at a limit of tokens, turns or context",
+    "truncated_share": "share; that ended at a limit of tokens, turns, context or time",
     "invalid_rewards": "trajectories; failed ones whose verdict was no finite number",
     "direct": "trajectories; whose advantage was known when their gradient started",
     "streamed": "trajectories; that went through group sums and count",

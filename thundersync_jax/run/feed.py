@@ -58,7 +58,7 @@ def complete(run: Run, stream: Stream, trajectory: Trajectory) -> None:
         weight = samples.trajectory_weight(trajectory, run.config.loss)
         stream.complete(group, member, weight, policy_version=version)
         return
-    tokens = trajectory.action_tokens
+    tokens = samples.trained_tokens(trajectory, run.config.loss)
     sample = run.samples.whole(trajectory)
     stream.complete(group, member, sample, tokens=tokens, policy_version=version)
 

@@ -42,9 +42,7 @@ def prepare(config: Config) -> None:
     used, or where jax runs already.
     """
     _keep_programs()
-    mesh = config.mesh
-    wanted = mesh.replica * mesh.fsdp * mesh.tensor
-    wanted += _samplers(config) + _teaches_alone(config)
+    wanted = _devices(config)
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         # Refused where jax runs already, with as many devices as it has.
         with contextlib.suppress(RuntimeError):
@@ -61,9 +59,16 @@ def place(config: Config) -> Placement:
     ValueError where there are too few devices.
     """
     devices, axes = jax.devices(), config.mesh
+    alone, wanted = _samplers(config), _devices(config)
+    if devices[0].platform == "cpu" and len(devices) < wanted:
+        raise ConfigError(
+            f"jax runs already, with {len(devices)} CPU devices, and the config needs "
+            f"{wanted}; something used jax before the run, as a task file that makes "
+            "an array while it is imported. Make none there, or start Python with "
+            f"JAX_NUM_CPU_DEVICES={wanted}"
+        )
     mesh = make_mesh(axes.replica, axes.fsdp, axes.tensor, devices)
     rest = devices[mesh.size :]
-    alone = _samplers(config)
     if alone > len(rest):
         raise ValueError(
             f"mesh.sampler is 'own_device' with mesh.sampler_devices {alone} and the "
@@ -114,6 +119,13 @@ def _keep_programs() -> None:
 def _teaches_alone(config: Config) -> bool:
     teacher = config.teacher
     return teacher.workdir is not None and teacher.device == "own_device"
+
+
+def _devices(config: Config) -> int:
+    """How many devices a config needs."""
+    mesh = config.mesh
+    learner = mesh.replica * mesh.fsdp * mesh.tensor
+    return learner + _samplers(config) + _teaches_alone(config)
 
 
 def _samplers(config: Config) -> int:

@@ -116,6 +116,17 @@ def segment_sample(
     return dataclasses.replace(padded, tree=padded.tree | place)
 
 
+def trained_tokens(trajectory: Trajectory, loss: LossConfig) -> int:
+    """Tokens of a trajectory that are in the loss, for the denominator."""
+    return 0 if _masked(trajectory, loss) else trajectory.action_tokens
+
+
+def _masked(trajectory: Trajectory, loss: LossConfig) -> bool:
+    stop_reason = trajectory.stop_reason  # None of one that goes on
+    cut = stop_reason is not None and stop_reason.truncated
+    return cut and loss.truncated == "mask"
+
+
 def trajectory_weight(trajectory: Trajectory, loss: LossConfig) -> float:
     """What the turns of a complete trajectory, of tokens that weigh 1, count with."""
     mask = trajectory.loss_mask
@@ -123,11 +134,12 @@ def trajectory_weight(trajectory: Trajectory, loss: LossConfig) -> float:
 
 
 def _arrays(trajectory: Trajectory, loss: LossConfig) -> dict[str, np.ndarray]:
+    weights = losses.token_weights(
+        trajectory.loss_mask, loss.aggregation, loss.constant
+    )
     arrays = {
         "tokens": trajectory.ids,
-        "weights": losses.token_weights(
-            trajectory.loss_mask, loss.aggregation, loss.constant
-        ),
+        "weights": np.zeros_like(weights) if _masked(trajectory, loss) else weights,
         "mask": trajectory.loss_mask,
         "logprobs": trajectory.logprobs,
     }
@@ -193,8 +205,11 @@ def untrained(
 def shaped_reward(trajectory: Trajectory, loss: LossConfig, limit_tokens: int) -> float:
     """A trajectory's reward less its length penalty (`advantages.length_penalty`).
 
-    All of the penalty is taken off at `limit_tokens` sampled tokens.
+    All of the penalty is taken off at `limit_tokens` sampled tokens. Of one that was
+    cut off it is 0, if the loss says so.
     """
+    if loss.truncated == "zero_reward" and trajectory.stop_reason.truncated:
+        return 0.0
     if not loss.length_penalty:
         return trajectory.reward
     return trajectory.reward - advantages.length_penalty(

@@ -300,7 +300,8 @@ def _counts(value: Any) -> bool:
 
 def _number(value: Any, received: str, expected: str) -> float:
     try:
-        number = math.nan if isinstance(value, str) else float(value)
+        text = isinstance(value, str | bytes | bytearray)
+        number = math.nan if text else float(value)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not abs(number) < LARGEST_REWARD:
