@@ -90,7 +90,10 @@ class FakeEngine:
             session=request.session,
             ids=ids,
             logprobs=np.full(len(ids), -0.5, np.float32),
-            stopped=bool(ids[-1] in request.stop_ids),
+            stopped=bool(
+                ids[-1] in request.stop_ids
+                or (request.stop_texts and request.stop_texts.end(ids))
+            ),
             policy_version=self.policy_version,
         )
 

@@ -219,6 +219,31 @@ def test_stop_ids_of_the_settings_end_actions():
     assert trajectory.stop_reason is StopReason.LENGTH
 
 
+def test_stop_texts_of_the_settings_end_actions():
+    """<end> is then supplied where the format needs it, and never trained."""
+    said = [list(text.encode()) for text in ("ab</q>", "cd</q>")]
+    seen = []
+
+    class Search(FakeEnvironment):
+        async def step(self, action):
+            seen.append(action)
+            return Observation("2", done=len(seen) == 2)
+
+    trajectory, _, engine = play(
+        Search(), lambda _, turn: said[turn], stop_texts=("</q>", "</a>")
+    )
+    texts = ("</q>", "</a>")
+    assert [request.stop_texts.texts for request in engine.requests] == [texts] * 2
+    assert seen == [Action("answer", "ab</q>"), Action("answer", "cd</q>")]
+    assert trajectory.ids[trajectory.loss_mask].tolist() == said[0] + said[1]
+    assert trajectory.stop_reason is StopReason.FINISHED
+    environment = FakeEnvironment()
+    trajectory, _, _ = play(environment, lambda *_: said[0])
+    assert trajectory.stop_reason is StopReason.LENGTH and not environment.actions
+    _, _, engine = play(environment, lambda *_: ANSWER, stop_texts=("</q>",))
+    assert environment.actions == [Action("answer", "7")]
+
+
 def test_prompt_without_room_for_a_token_is_a_failure():
     with pytest.raises(Stopped, match="66 tokens.*64") as stopped:
         play(FakeEnvironment(prompt="x" * 64))

@@ -122,6 +122,8 @@ WRONG = {
         loss=LossConfig(distill="sampled_reverse_kl"),
     ),
     "rollout.stop_ids is 261": lambda: RolloutConfig(stop_ids=261),
+    "rollout.stop_texts is ('a', 'a')": lambda: RolloutConfig(stop_texts=("a", "a")),
+    "rollout.stop_texts is ('',)": lambda: RolloutConfig(stop_texts=("",)),
     "rollout.stop_ids is (1, 1)": lambda: RolloutConfig(stop_ids=(1, 1)),
     "rollout.stop_ids is (1, -1)": lambda: RolloutConfig(stop_ids=(1, -1)),
     "rollout.stop_ids is (0, 1, 2, 3, 4, 5, 6, 7, 8)": lambda: RolloutConfig(

@@ -1,6 +1,7 @@
 """The sampler: what its ids depend on, and that the trainer agrees with it."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 import tiny_models
 
+from thundersync_jax.chat.base import StopTexts
 from thundersync_jax.config import ModelConfig
 from thundersync_jax.engines import generation, in_process
 from thundersync_jax.engines.base import Request
@@ -520,3 +522,46 @@ def test_nothing_is_left_to_compile_and_bits_do_not_tell(make):
     for name in first:
         for mine, other in zip(first[name], second[name], strict=True):
             np.testing.assert_array_equal(mine, other)
+
+
+def test_a_stop_text_ends_the_turn_with_the_token_that_completes_it():
+    """As "</search>" is (PeterGriffinJin/Search-R1#26); ids are texts of their own."""
+
+    def decode(ids):
+        return "".join(f"<{token}>" for token in ids)
+
+    def limited(texts, **settings):
+        request = turn("a", prompt(0), limit=12)
+        stops = StopTexts(texts, decode)
+        return dataclasses.replace(request, stop_texts=stops, **settings)
+
+    engine = make_engine()
+    engine.submit(turn("a", prompt(0), limit=12))
+    (free,) = finish(engine).values()
+    engine.release("a")
+    for start in (0, 2, 5, 9):
+        engine.submit(limited((f"{free.ids[start]}><{free.ids[start + 1]}>", "none")))
+        (stopped,) = finish(engine).values()
+        pairs = list(itertools.pairwise(free.ids.tolist()))
+        end = pairs.index((free.ids[start], free.ids[start + 1])) + 2
+        assert stopped.stopped
+        np.testing.assert_array_equal(stopped.ids, free.ids[:end])
+        np.testing.assert_array_equal(stopped.logprobs, free.logprobs[:end])
+        # What follows is as if nobody had sampled beyond it.
+        engine.submit(turn("a", prompt(50), (7, 1)))
+        (then,) = finish(engine).values()
+        engine.release("a")
+        engine.submit(turn("b", prompt(0), limit=end))
+        finish(engine)
+        engine.submit(turn("b", prompt(50), (7, 1)))
+        (expected,) = finish(engine).values()
+        engine.release("b")
+        np.testing.assert_array_equal(then.ids, expected.ids)
+        np.testing.assert_array_equal(then.logprobs, expected.logprobs)
+    # A stop id before it comes first.
+    first = int(free.ids[1])
+    text = f"<{free.ids[6]}><{free.ids[7]}>"
+    engine.submit(limited((text,), stop_ids=(first,)))
+    (stopped,) = finish(engine).values()
+    end = free.ids.tolist().index(first) + 1
+    assert stopped.stopped and len(stopped.ids) == end

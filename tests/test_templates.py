@@ -1,15 +1,19 @@
 """A folder's chat template: what it says, what follows an action, what is refused."""
 
 import datetime
+import functools
 import json
 import re
 
 import chat_folders
+import hypothesis
 import numpy as np
 import pytest
 from chat_folders import CALCULATOR
+from hypothesis import strategies as st
 
 from thundersync_jax.chat import byte_level
+from thundersync_jax.chat.base import StopTexts
 from thundersync_jax.chat.byte_level import ByteLevel
 from thundersync_jax.chat.templates import TemplateChat, open_chat
 from thundersync_jax.config import ChatConfig
@@ -32,6 +36,11 @@ def folders(tmp_path_factory):
     return {
         name: chat_folders.write(root / name, name) for name in chat_folders.FAMILIES
     }
+
+
+@pytest.fixture(scope="module")
+def qwen3(folders):
+    return TemplateChat(folders["qwen3"])
 
 
 def sampled(chat, text):
@@ -373,3 +382,39 @@ def test_a_prompt_may_be_a_conversation(folders):
     np.testing.assert_array_equal(chat.prompt("1+2"), chat.prompt(said[:1]))
     bytes_ = open_chat(None)
     assert bytes_.decode(bytes_.prompt(said[:2])) == "<user>1+2\n3<assistant>"
+
+
+def ends_by(decode, texts, ids):
+    """Of the shortest beginning of the ids that has one of the texts."""
+    for end in range(len(ids) + 1):
+        if any(text in decode(ids[:end]) for text in texts):
+            return end
+    return None
+
+
+@hypothesis.given(st.data())
+def test_a_stop_text_is_found_where_it_is_complete(qwen3, data):
+    """In blocks of any size, over tokens of any length, and bytes of a letter."""
+    chat = qwen3
+    decode = functools.lru_cache(lambda ids: chat.decode(np.array(ids, np.int64)))
+    pieces = ["</search>", " </", "search", "é", "<", "/answer>", "\n", "🙂", "ab "]
+    words = st.lists(st.sampled_from(pieces), max_size=8)
+    written = chat.action(Action("answer", "".join(data.draw(words))))[:-1]
+    mixed = st.lists(st.integers(0, chat.vocab_size - 1), max_size=4)
+    ids = np.array([*written, *data.draw(mixed), *written[:5]], np.int64)
+    texts = data.draw(
+        st.lists(
+            st.sampled_from(["</search>", "é", " </", "🙂", "h>", "/answer>\n", "b "]),
+            min_size=1,
+            max_size=3,
+            unique=True,
+        )
+    )
+    stops = StopTexts(tuple(texts), lambda ids: decode(tuple(ids.tolist())))
+    expected = ends_by(lambda ids: decode(tuple(ids.tolist())), texts, ids)
+    assert (stops.end(ids) if len(ids) else None) == expected
+    block, seen, found = data.draw(st.integers(1, 9)), 0, None
+    while seen < len(ids) and found is None:
+        found = stops.end(ids[: seen + block], seen)
+        seen += block
+    assert found == expected

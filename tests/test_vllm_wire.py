@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from vllm_fake import FakeServer, hashed_logits, log_softmax
 
+from thundersync_jax.chat.base import StopTexts
 from thundersync_jax.engines.vllm import wire
 from thundersync_jax.engines.vllm.wire import WrongAnswer
 
@@ -88,6 +89,26 @@ def test_a_request_names_the_whole_distribution():
 def test_what_ended_a_turn_is_seen_in_its_ids(ids, stopped):
     found = read(answered(ids))
     assert (found.ids.tolist(), found.stopped) == (ids, stopped)
+
+
+def test_a_stop_text_ends_a_turn_and_what_came_behind_it_is_left_out():
+    stops = StopTexts(("<6><7>",), lambda ids: "".join(f"<{i}>" for i in ids))
+    body = asked(stop_texts=stops)
+    assert body["stop"] == ["<6><7>"] and body["skip_special_tokens"] is False
+    assert "stop" not in asked()
+    for ids, kept, stopped in (
+        ([5, 6, 7], 3, True),
+        ([5, 6, 7, 8], 3, True),
+        ([6, 7, 17], 2, True),
+        ([5, 6, 8, 7], 4, False),
+        ([5, 17], 2, True),
+    ):
+        answer = answered(ids)
+        found = wire.read_completion(answer, PROMPT, 4, STOPS, 264, stops)
+        assert (found.ids.tolist(), found.stopped) == (ids[:kept], stopped)
+        assert len(found.logprobs) == kept
+    with pytest.raises(WrongAnswer, match="without a stop id or text"):
+        wire.read_completion(answered([5, 6]), PROMPT, 4, STOPS, 264, stops)
 
 
 def choice_of(name, value):

@@ -5,6 +5,7 @@ per turn the ids that were sampled and the ids of what follows them. The byte-le
 vocabulary is `byte_level.ByteLevel`, that of a model folder `templates.TemplateChat`.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -15,6 +16,7 @@ from thundersync_jax.types import Action, Message, Trajectory
 ROLES = ("system", "user", "assistant", "tool")
 _FIELDS = {"role", "content", "call_id"}
 _CHARACTERS_PER_TOKEN = 8  # more than of most texts
+_MARGIN_TOKENS = 2
 
 
 class Chat(Protocol):
@@ -50,8 +52,13 @@ class Chat(Protocol):
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> "Chat":
         """The same chat for a task that has tools of its own."""
 
-    def parse(self, ids: np.ndarray, stop_ids: Sequence[int]) -> Action:
-        """Reads one sampled turn, int[N] up to and with its end token."""
+    def parse(
+        self, ids: np.ndarray, stop_ids: Sequence[int], whole: bool = False
+    ) -> Action:
+        """Reads one sampled turn, int[N] up to and with its end token.
+
+        A `whole` one was ended by a text of its own and has none.
+        """
 
     def decode(self, ids: np.ndarray) -> str:
         """Returns text to look at."""
@@ -109,6 +116,32 @@ def cut(text: str, most: int, tokens: Callable[[str], int]) -> str:
             return shown
         kept = kept * 4 // 5
     return ""
+
+
+@dataclasses.dataclass(frozen=True)
+class StopTexts:
+    """Texts that end an action as soon as one of them has been sampled."""
+
+    texts: tuple[str, ...]
+    decode: Callable[[np.ndarray], str]  # of ids, as `Chat.decode`
+
+    def end(self, ids: np.ndarray, seen: int = 0) -> int | None:
+        """How many of int[N] ids it takes to have one of the texts; None where none is.
+
+        The first `seen` ids are known to have none. A token is never cut: the last one
+        may hold more than the end of a text.
+        """
+        # A token has a byte of the text at least; decoders drop a space at a beginning.
+        reach = max(len(text.encode()) for text in self.texts) + _MARGIN_TOKENS
+        start = max(0, seen - reach)
+
+        def has(end: int) -> bool:
+            shown = self.decode(ids[start:end])
+            return any(text in shown for text in self.texts)
+
+        if not has(len(ids)):
+            return None
+        return next(end for end in range(seen + 1, len(ids) + 1) if has(end))
 
 
 class Piece(NamedTuple):

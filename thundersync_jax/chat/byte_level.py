@@ -133,9 +133,13 @@ def render_action(action: Action) -> np.ndarray:
 
 
 def parse_action(
-    ids: Sequence[int] | np.ndarray, stop_ids: Sequence[int] = (END,)
+    ids: Sequence[int] | np.ndarray,
+    stop_ids: Sequence[int] = (END,),
+    whole: bool = False,
 ) -> Action:
     """Reads one sampled turn, int[N] up to and with its end token, any of `stop_ids`.
+
+    A `whole` one was ended by a text of its own and has none.
 
     Returns:
       The action with its ids: a "call" where `<call>` is the first token, an "answer"
@@ -143,11 +147,12 @@ def parse_action(
       limit came first) or any other special token stands inside.
     """
     ids = np.asarray(ids, np.int32)
-    body, sampled = ids[:-1], tuple(ids.tolist())
-    kind = "answer"
+    sampled, kind = tuple(ids.tolist()), "answer"
+    ended = len(ids) > 0 and ids[-1] in stop_ids
+    body = ids[:-1] if ended else ids
     if len(body) and body[0] == CALL:
         kind, body = "call", body[1:]
-    if not len(ids) or ids[-1] not in stop_ids or np.any(body >= BYTES):
+    if not (ended or whole) or np.any(body >= BYTES):
         return Action("malformed", decode(ids), sampled)
     return Action(kind, decode(body), sampled)
 

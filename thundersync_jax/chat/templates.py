@@ -198,18 +198,21 @@ class TemplateChat:
             )
         return self._encode(self._foreign(text) + self._end)
 
-    def parse(self, ids: np.ndarray, stop_ids: Sequence[int]) -> Action:
+    def parse(
+        self, ids: np.ndarray, stop_ids: Sequence[int], whole: bool = False
+    ) -> Action:
         """Reads one sampled turn into an action with its ids.
 
         Thinking is left out of an answer's text. Without its end token, or with marks
         inside, it is "malformed" without a `problem`, for the environment to judge.
         """
         ids = np.asarray(ids, np.int32)
-        sampled, body = tuple(ids.tolist()), ids[:-1]
+        sampled, ended = tuple(ids.tolist()), len(ids) > 0 and ids[-1] in stop_ids
+        body = ids[:-1] if ended else ids
         tag = self._marks.get(tool_calls.PYTHON_TAG)
         opened = self._style == "json" and len(body) > 0 and body[0] == tag
         inside = body[1:] if opened else body
-        if not len(ids) or ids[-1] not in stop_ids or np.any(self.special(inside)):
+        if not (ended or whole) or np.any(self.special(inside)):
             return Action("malformed", self.decode(ids), sampled)
         text, thinking = self.decode(body), self._thinks
         action = tool_calls.read(text, self._style, self._tools, thinking)

@@ -40,6 +40,7 @@ Thinking = Literal["default", "on", "off"]
 PublishedDtype = Literal["float32", "bfloat16"]
 
 MOST_STOP_IDS = 8  # what a turn may name in engines/generation.py
+MOST_STOP_TEXTS = 4  # that an OpenAI-compatible server takes
 LEAST_SLOTS = 4  # of a device: smaller batches are other programs, with other ids
 
 
@@ -60,6 +61,7 @@ class RolloutConfig:
     turn_tokens: int = 24  # longest action
     turns: int = 3  # most actions of a trajectory
     stop_ids: tuple[int, ...] | None = None  # end an action; none: the tokenizer's
+    stop_texts: tuple[str, ...] = ()  # end an action too, which has them
     cut_actions: CutActions = "end"  # at the token limit: end the trajectory, or run it
     long_observations: LongObservations = "overflow"  # that, or their middle left out
     prefill_buckets: tuple[int, ...] = ()  # padded lengths of new tokens
@@ -114,6 +116,13 @@ class RolloutConfig:
             f"rollout.stop_ids is {ids}",
             f"at most {MOST_STOP_IDS} different ids, none below 0",
             "Set rollout.stop_ids to none, for the tokenizer's own end tokens.",
+        )
+        texts = self.stop_texts
+        require(
+            all(texts) and len(set(texts)) == len(texts) <= MOST_STOP_TEXTS,
+            f"rollout.stop_texts is {texts}",
+            f"at most {MOST_STOP_TEXTS} different texts, none empty",
+            "Set rollout.stop_texts to () for none.",
         )
         for name in ("prefill_buckets", "gradient_buckets", "segment_buckets"):
             buckets = getattr(self, name)

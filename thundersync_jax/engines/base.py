@@ -20,6 +20,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from thundersync_jax.chat.base import StopTexts
+
 # Called with what an engine died of.
 OnError = Callable[[BaseException], None]
 # The thread may die with a call still in its inbox: look now and then.
@@ -42,6 +44,7 @@ class Request:
     stop_ids: tuple[int, ...]  # sampling ends after one of these, part of the answer
     temperature: float  # logits are divided by it; 0 takes the largest
     seed: tuple[int, ...]  # run seed, phase, step, group, member and turn
+    stop_texts: StopTexts | None = None  # sampling ends with one of these, too
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +54,7 @@ class Response:
     session: Hashable  # the request's session
     ids: np.ndarray  # int32[N], the sampled tokens, a stop token included
     logprobs: np.ndarray  # float32[N], at the request's temperature
-    stopped: bool  # True where a stop id ended it, False at the token limit
+    stopped: bool  # True where a stop id or text ended it, False at the token limit
     policy_version: int  # version that sampled every one of these tokens
 
 

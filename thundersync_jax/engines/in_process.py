@@ -290,13 +290,18 @@ class InProcessEngine(SlotEngine):
         counts = np.minimum(first, rows.remaining)
         responses = []
         for slot, session in list(self._decoding.items()):
-            count = counts[slot]
+            count, texts = counts[slot], session.request.stop_texts
+            stopped = bool(stops[slot, count - 1])
+            if texts is not None:
+                seen = sum(map(len, session.ids))
+                end = texts.end(np.concatenate([*session.ids, ids[slot, :count]]), seen)
+                if end is not None:
+                    count, stopped = end - seen, True
             session.ids.append(ids[slot, :count])
             session.logprobs.append(logprobs[slot, :count])
             rows.token[slot] = ids[slot, count - 1]
             rows.length[slot] += count
             rows.remaining[slot] -= count
-            stopped = bool(stops[slot, count - 1])
             if stopped or rows.remaining[slot] == 0:
                 responses.append(self._end(session, stopped))
         return responses

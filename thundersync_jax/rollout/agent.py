@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from thundersync_jax.chat.base import Chat
+from thundersync_jax.chat.base import Chat, StopTexts
 from thundersync_jax.chat.byte_level import ByteLevel
 from thundersync_jax.config import RolloutConfig
 from thundersync_jax.engines.base import Connection, Request
@@ -86,6 +86,8 @@ class Agent:
         self.times: dict[str, float] = {}
         # None takes the format's own end tokens.
         self._stop_ids = self.chat.stop_ids if stop_ids is None else stop_ids
+        texts = self.limits.stop_texts
+        self._stop_texts = StopTexts(texts, self.chat.decode) if texts else None
         # Without the attempt: a retry samples the tokens that the first try would have.
         self._seed = (self.seed, PHASES[key.phase], key.step, key.group, key.member)
         self._scorer: TurnScorer | None = None
@@ -259,6 +261,7 @@ class Agent:
             stop_ids=self._stop_ids,
             temperature=self.temperature,
             seed=(*self._seed, turn),
+            stop_texts=self._stop_texts,
         )
         start = time.monotonic()
         try:
@@ -268,7 +271,8 @@ class Agent:
             self._score(turn, len(new_ids), len(ids))
             if not response.stopped and limits.cut_actions == "end":
                 return None
-            return self.chat.parse(ids, self._stop_ids)
+            by_text = response.stopped and ids[-1] not in self._stop_ids
+            return self.chat.parse(ids, self._stop_ids, by_text)
         except ValueError as error:
             reason = f"{self.moves.doing}: {one_line(error)}"
             raise Stopped(StopReason.ENGINE_ERROR, reason) from error

@@ -242,6 +242,7 @@ class VLLMConnection:
             temperature=request.temperature,
             seed=wire.seed_number(request.seed),
             stop_ids=stop_ids,
+            stop_texts=request.stop_texts,
         )
         read = functools.partial(
             wire.read_completion,
@@ -249,6 +250,7 @@ class VLLMConnection:
             max_tokens=max_tokens,
             stop_ids=stop_ids,
             vocab_size=self._engine.vocab_size,
+            stop_texts=request.stop_texts,
         )
         name = f"{request.session} turn {session.turns}"
         turn = await self._servers.ask(request.session, name, body, read)

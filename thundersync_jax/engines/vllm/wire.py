@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from thundersync_jax.chat.base import StopTexts
 from thundersync_jax.config.checks import installed, is_number
 from thundersync_jax.errors import one_line
 
@@ -56,7 +57,7 @@ class Completion(NamedTuple):
 
     ids: np.ndarray  # int32[N], the sampled tokens
     logprobs: np.ndarray  # float32[N], at the request's temperature; at 1 where it is 0
-    stopped: bool  # whether one of the request's stop ids ended it
+    stopped: bool  # whether one of the request's stop ids or texts ended it
 
 
 class ServedModel(NamedTuple):
@@ -113,9 +114,14 @@ def completion_request(
     temperature: float,
     seed: int,
     stop_ids: Sequence[int],
+    stop_texts: StopTexts | None = None,
 ) -> dict[str, Any]:
     """The body of POST /v1/completions that samples one turn."""
+    texts = {}
+    if stop_texts is not None:
+        texts = {"stop": list(stop_texts.texts), "skip_special_tokens": False}
     return {
+        **texts,
         **_WHOLE_DISTRIBUTION,
         "model": model,
         "prompt": np.asarray(prompt).tolist(),
@@ -159,6 +165,7 @@ def read_completion(
     max_tokens: int,
     stop_ids: Sequence[int],
     vocab_size: int | None = None,
+    stop_texts: StopTexts | None = None,
 ) -> Completion:
     """Reads an answer to a `completion_request` of these arguments.
 
@@ -182,17 +189,20 @@ def read_completion(
             f"{len(ids)} tokens, of which number {stops[0]} is the stop id "
             f"{ids[stops[0]]}: expected nothing behind it"
         )
-    if not len(stops) and len(ids) < max_tokens:
+    end = None if stop_texts is None else stop_texts.end(ids)
+    if not len(stops) and end is None and len(ids) < max_tokens:
         raise WrongAnswer(
             f"{len(ids)} of {max_tokens} tokens, ended by "
-            f"{choice.get('finish_reason')!r} without a stop id; is the server's "
-            "--max-model-len long enough, and no max_new_tokens set?"
+            f"{choice.get('finish_reason')!r} without a stop id or text; is the "
+            "server's --max-model-len long enough, and no max_new_tokens set?"
         )
     tables = _value(_value(choice, "logprobs"), "top_logprobs")
     if not isinstance(tables, list) or len(tables) != len(ids):
         raise WrongAnswer(f"{_count(tables)} log-probabilities of {len(ids)} tokens")
     logprobs = [_logprob(t, f"token_id:{i}") for t, i in zip(tables, ids, strict=True)]
-    return Completion(ids, np.asarray(logprobs, np.float32), bool(len(stops)))
+    stopped = bool(len(stops)) or end is not None
+    # A server may see a text some tokens late; what was sampled until then holds.
+    return Completion(ids[:end], np.asarray(logprobs, np.float32)[:end], stopped)
 
 
 def read_scores(
