@@ -12,20 +12,13 @@ from thundersync_jax.errors import ConfigError
 
 
 def require(condition: bool, received: str, expected: str, way_out: str) -> None:
-    """Raises a ConfigError unless the condition holds.
-
-    `received` is the setting and its value, as `optim.b1 is 1.5`, `expected` what would
-    have been right, `way_out` a sentence that says what to do.
-    """
+    """Raises a ConfigError, as "optim.b1 is 1.5, expected ...", unless that holds."""
     if not condition:
         raise ConfigError(f"{received}, expected {expected}. {way_out}")
 
 
 def installed(package: str, user: str, extra: str) -> ModuleType:
-    """Imports a package that only some runs need, or says which extra brings it.
-
-    `user` is what needs it, as "chat templates".
-    """
+    """Imports a package that `user` needs, or says which extra brings it."""
     try:
         return importlib.import_module(package)
     except ModuleNotFoundError as error:
@@ -103,10 +96,7 @@ def effective(
 
 
 def bounds(group: Any, prefix: str, lowest: Mapping[str, int]) -> None:
-    """Requires fields to be pairs of a fewest and a most.
-
-    `lowest` has the least that the fewest may be, by the field's name.
-    """
+    """Requires pairs of a fewest, at least the `lowest` of its field, and a most."""
     for name, least in lowest.items():
         pair = getattr(group, name)
         require(

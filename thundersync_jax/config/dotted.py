@@ -14,10 +14,7 @@ from thundersync_jax.errors import ConfigError
 
 
 def check(setting: str, name: str) -> None:
-    """Checks the form of a setting's value, and imports nothing.
-
-    ConfigError where it is not "package.module:function".
-    """
+    """Requires the form "package.module:function", and imports nothing."""
     module, _, function = name.partition(":")
     if not all(part.isidentifier() for part in (*module.split("."), function)):
         raise ConfigError(

@@ -146,10 +146,7 @@ def _call_get_config(module: ModuleType, path: str, variant: str | None) -> Any:
 
 
 def _ignores_variant(config: Any, get_config: Callable[[str | None], Any]) -> bool:
-    """Whether this is what the file returns for none, and for any name whatever.
-
-    A default variant may have a name too; a name that nobody gave is refused then.
-    """
+    """Whether this is what the file returns for none, and for any name whatever."""
     try:
         others = (get_config(None), get_config("a name that nobody gave"))
     except Exception:  # it insists on a variant, or knows which there are

@@ -90,10 +90,7 @@ def is_shape(name: str) -> bool:
 
 
 def from_dict(saved: Mapping[str, Any]) -> ModelConfig:
-    """The model of a saved `config_dict`, its shape as it was then.
-
-    The folder that it came from is not read, it may be gone: `path` is None.
-    """
+    """The model of a saved `config_dict`, with its shape of then and without a path."""
     return ModelConfig(**{**saved, "path": None})
 
 

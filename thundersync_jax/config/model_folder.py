@@ -1,7 +1,6 @@
 """The config.json of a Hugging Face folder: read into a model's shape, and written.
 
-Dense Qwen 2, 2.5 and 3 and Llama 3 only. What such a file can ask for and this package
-does not compute is refused by its name in the file. Weights are in `hf/weights.py`.
+What such a file asks for and this package does not compute is refused by its name.
 """
 
 import dataclasses
@@ -147,11 +146,7 @@ def not_there(path: Path) -> str:
 
 
 def architecture(folder: str | os.PathLike) -> dict[str, Any]:
-    """The fields of `ModelConfig` that a folder decides, with their values.
-
-    ConfigError where there is no config.json, or where it asks for something else than
-    the dense families; the line names what and where.
-    """
+    """The fields of `ModelConfig` that a folder decides; ConfigError for others."""
     path = Path(folder).expanduser() / CONFIG_FILE
     require(
         path.exists() or not path.with_name(_ADAPTER_FILE).exists(),

@@ -104,10 +104,7 @@ class Config:
 
 
 def _check(config: Config) -> None:
-    """Raises a ConfigError where settings contradict each other.
-
-    Also where one would have no effect: an accepted setting is a setting that acts.
-    """
+    """Raises a ConfigError where settings contradict each other or have no effect."""
     if config.model.factory is not None:
         check_family(config, f"model.factory is {config.model.factory!r}")
     _check_folders(config)
@@ -123,10 +120,7 @@ def _check(config: Config) -> None:
 
 
 def check_family(config: Config, cause: str) -> None:
-    """Raises a ConfigError where a setting needs the decoder and another model is made.
-
-    `cause` says in the message who makes it.
-    """
+    """Refuses settings of the decoder where, for this cause, another model is made."""
     for name, value in (
         ("model.path", config.model.path),
         ("vllm.servers", config.vllm.servers),
@@ -323,11 +317,7 @@ def _check_prompts(config: Config) -> None:
 
 
 def check_addends(config: Config, additive: bool) -> None:
-    """Refuses more addends of an exact sum than it holds.
-
-    `additive` is whether the loss has a part that no advantage multiplies, which is
-    summed on its own.
-    """
+    """Refuses more addends of an exact sum than it holds; `additive` doubles them."""
     if config.accumulator != "exact":
         return
     rollout = config.rollout

@@ -1,7 +1,4 @@
-"""Settings: the fields of nested frozen dataclasses, by dotted name.
-
-Types are checked, texts parsed and values listed from the annotations alone.
-"""
+"""Settings: the fields of nested frozen dataclasses, by dotted name and annotation."""
 
 import ast
 import dataclasses
@@ -125,10 +122,7 @@ def to_text(value: Any) -> str:
 
 
 def replace(group: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
-    """The configuration with other values by dotted name, all of them set at once.
-
-    Every name is a setting of `group`; `prefix` comes before the names of `group`.
-    """
+    """The configuration with other values by dotted name, all of them set at once."""
     changes = {}
     for field in dataclasses.fields(group):
         name, value = prefix + field.name, getattr(group, field.name)

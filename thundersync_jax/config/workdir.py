@@ -145,10 +145,7 @@ def claim_tasks(workdir: str | os.PathLike, tasks: Mapping[str, Any]) -> None:
 
 
 def first_day(workdir: str | os.PathLike) -> datetime.datetime:
-    """When a work directory's run began, which its prompts may show; now for a new one.
-
-    A run goes on, and is evaluated, with the prompts that it began with.
-    """
+    """When a work directory's run began, which prompts may show; now for a new one."""
     path = Path(workdir) / _DAY_FILE
     if not path.exists():
         return datetime.datetime.now()
@@ -174,10 +171,7 @@ def claim_day(workdir: str | os.PathLike, day: datetime.datetime) -> None:
 
 
 def saved_settings(workdir: str | os.PathLike) -> dict[str, Any]:
-    """The settings that a work directory belongs to, under the names of today.
-
-    ConfigError where it holds no run.
-    """
+    """A work directory's settings, under today's names; ConfigError without a run."""
     path = Path(workdir) / _CONFIG_FILE
     if not path.exists():
         raise ConfigError(
@@ -215,10 +209,7 @@ def save_result(workdir: str | os.PathLike, result: Mapping[str, Any]) -> None:
 
 
 def saved_result(workdir: str | os.PathLike, steps: int) -> dict[str, Any] | None:
-    """What a run of so many steps ended with, None where it has not ended.
-
-    ConfigError where the file is there and no result.
-    """
+    """What a run of so many steps ended with; None where it has not ended."""
     path = Path(workdir) / RESULT_FILE
     if not path.exists():
         return None
@@ -229,10 +220,7 @@ def saved_result(workdir: str | os.PathLike, steps: int) -> dict[str, Any] | Non
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file to write to, which takes the place of `path` once it is whole.
-
-    An error or a kill on the way leaves the old file.
-    """
+    """A file that takes the place of `path` once it is whole."""
     partial = path.with_name(f"{path.name}.partial")
     try:
         with open(partial, "wb") as file:
@@ -257,10 +245,7 @@ def replace_json(path: Path, value: Any) -> None:
 
 
 def _as_today(saved: Any, defaults: Mapping[str, Any]) -> Any:
-    """Saved settings under today's names: new ones at their defaults, old ones gone.
-
-    `env.options` is the user's own and stays as it was saved.
-    """
+    """Saved settings under today's names; `env.options`, the user's own, as saved."""
     if not isinstance(saved, Mapping):
         return saved
     return {

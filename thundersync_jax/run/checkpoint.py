@@ -1,8 +1,4 @@
-"""Checkpoints: what a run needs to go on exactly.
-
-Arrays and the host's facts of a step are committed together, by one rename, so a run
-that is killed at any moment finds its newest whole checkpoint.
-"""
+"""Checkpoints: arrays and facts of a step, committed together by one rename."""
 
 import contextlib
 import functools
@@ -65,13 +61,11 @@ class Checkpoints:
           step: Higher than those saved before.
           tree: Jax or numpy arrays, of which a copy is taken: the caller may donate
             or overwrite them at once. Random keys go in as `jax.random.key_data`.
-          host: Facts that JSON can express: whole numbers, floats, texts, lists and
-            dicts; scalars of numpy too.
+          host: Facts that JSON can express, scalars of numpy too; else a TypeError.
 
         Raises:
           ConfigError: Opened for reading, a step that is not a later one, or a save
             before that found the disk full.
-          TypeError: `host` is not JSON.
         """
         facts = json.loads(json.dumps(dict(host), default=_plain))
         latest = self.latest()
@@ -265,10 +259,7 @@ def _plain(scalar: Any) -> Any:
 
 @contextlib.contextmanager
 def _reads_that_come_too_late() -> Iterator[None]:
-    """Where one array cannot be read, the others find the event loop of orbax closed.
-
-    They say so from threads of tensorstore, a traceback each, until the process ends.
-    """
+    """Silences what other reads raise in their threads once one has failed."""
     before = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:

@@ -1,8 +1,4 @@
-"""What a stream is told of a run's groups and trajectories, under every release rule.
-
-It is the same whether they are rolled out (`step`) or replayed (`measure.replay`).
-Made-up ones compile every gradient program that a step may need.
-"""
+"""What a stream is told of groups and trajectories, be they rolled out or replayed."""
 
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -35,10 +31,7 @@ def open_group(
 def turn(
     run: Run, stream: Stream, trajectory: Trajectory, start: int, end: int | None = None
 ) -> None:
-    """A teacher has scored a turn, which is new from `start` to `end`, or the end.
-
-    It is no news to a stream of whole trajectories.
-    """
+    """Tells a stream of turns that the tokens from `start` to `end` are scored."""
     if isinstance(stream, GradientStream):
         return
     stream.turn(

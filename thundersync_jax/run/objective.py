@@ -1,6 +1,4 @@
-"""What a step optimises: the surrogate of a model, the baseline and the divisor.
-
-The settings of a config turned into the arguments of a `GradientStream`.
+"""What a step optimises: settings turned into the arguments of a `GradientStream`.
 
     loss = (1 / Z) sum_i [ A_i weighted_i + additive_i ]
 
@@ -80,10 +78,7 @@ def policy_segments(
     width: int | None = None,
     term: PolicyTerm | None = None,
 ) -> Segments:
-    """The surrogate in pieces, whose samples `samples.segment_sample` makes.
-
-    As `policy_surrogate`, for trajectories of at most `slots` tokens.
-    """
+    """As `policy_surrogate`, of `samples.segment_sample`s up to `slots` tokens."""
     term = term or policy_term.built_in(loss)
     compared = with_reference(loss, term)
     numbers = numbers_of_logits(model, temperature, loss, width, term)

@@ -88,11 +88,7 @@ def place(config: Config) -> Placement:
 
 
 def _keep_programs() -> None:
-    """Keeps compiled programs in the user's cache folder for later processes.
-
-    A program that is read back is the one that was compiled, to the bit. The variables
-    that jax has for its cache go before (docs/commands.md).
-    """
+    """Keeps compiled programs in the user's cache folder (docs/commands.md)."""
     if (
         jax.config.jax_compilation_cache_dir
         or not jax.config.jax_enable_compilation_cache
@@ -135,11 +131,7 @@ def _samplers(config: Config) -> int:
 
 
 def initializer(config: Config, model: Model, devices: Mesh) -> Callable[[], Params]:
-    """Makes the first parameters, laid out over a mesh, as often as it is called.
-
-    They are random from the seed, or the weights of `model.path`. The program that
-    draws them is compiled once.
-    """
+    """Makes the first parameters, at random or from `model.path`, at every call."""
     key, path = jax.random.key(config.seed), config.model.path
     if path is not None:
         weights.check(path, config.model)  # before jax meets an absurd size

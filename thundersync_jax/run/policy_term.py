@@ -7,9 +7,7 @@ term of one sample, in one of two forms:
     term(advantage, tokens) -> scalar   a loss as papers write it: A * (...) + (...)
 
 The second form is split by its derivative in the advantage, which is `weighted`; what
-is left at advantage 0 is `additive`. Both are tried on made-up tokens before a run
-begins; docs/losses.md says what is refused then, and why. KL, entropy bonus and
-distillation are terms of their own (`objective`), which are added to any policy term.
+is left at advantage 0 is `additive`. docs/losses.md says what is refused, and why.
 """
 
 import dataclasses
@@ -104,10 +102,7 @@ def built_in(loss: LossConfig) -> PolicyTerm:
 
 
 def load(loss: LossConfig, factory: Factory | None = None) -> PolicyTerm:
-    """The term that a config or `factory` names, tried where it is not built in.
-
-    ConfigError where there is no such factory, or its term cannot be streamed.
-    """
+    """The term that `factory` or the config names; ConfigError if it cannot be used."""
     if factory is None and loss.surrogate == "policy_gradient":
         return built_in(loss)
     name = loss.surrogate if factory is None else getattr(factory, "__qualname__", "")

@@ -215,10 +215,7 @@ class Run:
         self._held.close()
 
     def initial_params(self) -> Params:
-        """What the run begins with, on the learner's mesh (`placement.initializer`).
-
-        Made anew every time, but for those that the run itself began with.
-        """
+        """The first parameters on the learner's mesh, made anew by later calls."""
         params, self._params = self._params, None
         return self._make_params() if params is None else params
 
@@ -336,11 +333,7 @@ class Run:
         return self.baselines.value(str(self._task_index(step, group)))
 
     def track_baselines(self, trajectories: Sequence[Trajectory]) -> None:
-        """Lets the baselines follow the members that count, once a step has ended.
-
-        They follow the shaped rewards, since from these they are subtracted: an average
-        of raw ones would push every trajectory down by the usual length penalty.
-        """
+        """Moves the baselines by shaped rewards, from which they are subtracted."""
         if self.config.loss.advantage != "tracked_baseline":
             return
         rewards: dict[str, list[float]] = {}

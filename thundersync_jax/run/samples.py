@@ -178,10 +178,7 @@ def _teacher_arrays(trajectory: Trajectory) -> dict[str, np.ndarray]:
 def untrained(
     tokens: int, ids: np.ndarray | None, loss: LossConfig, width: int
 ) -> Trajectory:
-    """A trajectory of which no token is trained; None stands for ids of zero.
-
-    It has what samples under `loss` need, of `width` ids where there is a teacher.
-    """
+    """A trajectory that trains nothing: of `ids`, or of as many zeros as `tokens`."""
     mask, zeros = np.zeros(tokens, bool), np.zeros(tokens, np.float32)
     scores = None
     if loss.distill != "none":

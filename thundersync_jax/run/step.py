@@ -1,8 +1,7 @@
 """One step: rollouts go out, events come in, one gradient comes back.
 
-The learner's side of the loop, and of held-out evaluation. It runs in the main thread,
-reads the pool's events, tells the stream, and otherwise waits: an event wakes it, and
-so does a gradient call that ends. It never waits for a device before `finish`.
+It runs in the main thread, reads the pool's events and tells the stream. An event wakes
+it, and so does a gradient call that ends; only `finish` waits for a device.
 """
 
 import collections
@@ -366,11 +365,9 @@ def replacements(first: int, bound: int, lost: int, replaced: int) -> range:
 
 
 def _replacements(run: Run, lost: int, replaced: int) -> Sequence[int]:
-    if run.config.uniform_groups != "replace" or run.pool.ended:
+    if run.pool.ended:
         return ()
-    rollout = run.config.rollout
-    first, bound = rollout.groups_per_step, rollout.replacement_groups
-    bound = first if bound is None else bound
+    first, bound = run.config.rollout.groups_per_step, run.config.most_replacements
     return replacements(first, bound, lost, replaced)
 
 

@@ -1,7 +1,4 @@
-"""How many tokens tasks take: at most, by their text, and exactly where that matters.
-
-A text is rendered and tokenised only where its mere size does not show that it fits.
-"""
+"""How many tokens tasks take: rendered only if their mere size leaves it open."""
 
 import hashlib
 import json

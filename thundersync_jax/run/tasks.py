@@ -1,8 +1,4 @@
-"""The tasks of a run: those that fit it, and the rollouts they are part of.
-
-Which ones fit decides about the order of all. So every prompt is read at the start, and
-rendered and tokenised only where its mere text does not show that it fits.
-"""
+"""The tasks of a run: those that fit it, and the rollouts they are part of."""
 
 import dataclasses
 import datetime
@@ -182,10 +178,7 @@ def _fitting(
     counts: "Counts",
     workdir: str | os.PathLike | None = None,
 ) -> tuple[TaskSet, int]:
-    """Leaves out the tasks whose prompt or demonstration exceeds the context.
-
-    Also returns the tokens of the longest demonstration, where a warm start needs it.
-    """
+    """The tasks that fit, and the length of the longest demonstration, or 0."""
     limit, places = config.rollout.context_tokens, {}
     demonstrated = bool(config.warm_start.steps)
     counts.load(workdir)

@@ -1,8 +1,4 @@
-"""The teacher of a run: a frozen policy that only scores.
-
-Another run's newest policy, in this process, trained first where its work directory
-holds none; or whatever vLLM servers serve.
-"""
+"""The teacher of a run, which only scores: another run's policy, or that of servers."""
 
 import functools
 import json
@@ -72,10 +68,7 @@ def engine(
     device: jax.Device,
     on_line: Callable[[str], None],
 ) -> ScoringEngine | VLLMTeacher | None:
-    """What scores as the loss needs it, on `device` where it runs in this process.
-
-    None without a teacher. `width` ids are those of student and teacher.
-    """
+    """What scores as the loss needs it, if local on `device`; None without a teacher."""
     if teacher is None:
         return None
     rollout, loss = config.rollout, config.loss

@@ -1,8 +1,7 @@
 """Supervised learning on demonstrations, until sampling succeeds now and then.
 
-A model that starts from nothing never finds a reward, and a policy gradient without
-rewards is zero. The warm start ends when sampled held-out success at the training
-temperature passes a target: greedy success says little about what sampling will find.
+Without rewards a policy gradient is zero. Success is that of sampling, at the training
+temperature: greedy success says little about what sampling will find.
 """
 
 import dataclasses
