@@ -12,7 +12,7 @@ import pytest
 from chat_folders import CALCULATOR
 from hypothesis import strategies as st
 
-from thundersync_jax.chat import byte_level
+from thundersync_jax.chat import byte_level, tokenizer_files
 from thundersync_jax.chat.base import StopTexts
 from thundersync_jax.chat.byte_level import ByteLevel
 from thundersync_jax.chat.templates import TemplateChat, open_chat
@@ -418,3 +418,157 @@ def test_a_stop_text_is_found_where_it_is_complete(qwen3, data):
         found = stops.end(ids[: seen + block], seen)
         seen += block
     assert found == expected
+
+
+LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+TWICE = "{% set ns.x = ns.x ~ ns.x %}"
+LONG = "{% set ns = namespace(x='ab') %}"
+ENDLESS = {
+    "loops": (LOOPS, "1,000,000 steps"),
+    "loops that find nothing": (
+        "{% for i in range(99999) %}{% for j in range(99999) if j < 0 %}x{% endfor %}"
+        "{% endfor %}",
+        "1,000,000 steps",
+    ),
+    "doubled": (LONG + TWICE * 40, "a value of more than 100,000,000"),
+    "doubled in a loop": (
+        LONG + "{% for i in range(40) %}" + TWICE + "{% endfor %}",
+        "a value of more than 100,000,000",
+    ),
+    "doubled in a block": (
+        "{% set x %}ab{% endset %}" + "{% set x %}{{ x }}{{ x }}{% endset %}" * 40,
+        "more than 100,000,000",
+    ),
+    "doubled by adding": (
+        "{% set ns = namespace(x=[1]) %}" + "{% set ns.x = ns.x + ns.x %}" * 40,
+        "a value of more than 100,000,000",
+    ),
+    "shown": (
+        LONG + TWICE * 20 + "{% for i in range(99999) %}{{ ns.x }}{% endfor %}",
+        "shows more than 100,000,000 characters",
+    ),
+    "shown as it is": (
+        "{% for i in range(99999) %}" + "ab" * 9999 + "{% endfor %}",
+        "shows more than 100,000,000 characters",
+    ),
+    "multiplied": ("{{ 'ab' * 10**11 }}", "a value of more than 100,000,000"),
+    "a number": ("{{ 10**(10**10) }}", "a value of more than 100,000,000"),
+    "calls": (
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}"
+        "{% endmacro %}{{ f(60) }}",
+        "1,000,000 steps",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_a_template_that_does_not_end_is_refused_at_the_start(tmp_path, name):
+    source, told = ENDLESS[name]
+    folder = with_template(chat_folders.write(tmp_path, "qwen2"), source)
+    with pytest.raises(ConfigError, match=f"does not end: .*{told}") as refusal:
+        TemplateChat(folder)
+    assert "\n" not in str(refusal.value)
+
+
+def test_what_takes_long_in_one_step_is_bounded_in_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenizer_files, "_MOST_SECS", 0.2)
+    source = (
+        "{% for i in range(9999) %}{% set x = range(99999) | sum %}{% endfor %}"
+        + chat_folders.QWEN2
+    )
+    with pytest.raises(ConfigError, match=r"longer than 0\.2 s"):
+        TemplateChat(with_template(chat_folders.write(tmp_path, "qwen2"), source))
+
+
+def test_bounds_are_those_of_one_rendering(tmp_path, monkeypatch):
+    """Some thousand conversations, and one with some thousand messages."""
+    monkeypatch.setattr(tokenizer_files, "_MOST_STEPS", 10_000)
+    chat = TemplateChat(chat_folders.write(tmp_path, "qwen3"))
+    for _ in range(2000):
+        chat.prompt("1+2")
+    long = [Message("user", "1"), Message("assistant", "2")] * 4000
+    assert len(chat.prompt(long)) > 8 * len(long)
+
+
+def edited(name, **changes):
+    def edit(folder):
+        content = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps(content | changes))
+        return folder
+
+    return edit
+
+
+def written(name, content):
+    def write(folder):
+        (folder / name).write_bytes(content)
+        return folder
+
+    return write
+
+
+def in_config(**changes):
+    """The template in tokenizer_config.json, and end tokens only there."""
+
+    def edit(folder):
+        without(folder, "generation_config.json")
+        if "chat_template" in changes:
+            without(folder, "chat_template.jinja")
+        return edited("tokenizer_config.json", **changes)(folder)
+
+    return edit
+
+
+def vocabulary_of(**changes):
+    def edit(folder):
+        content = json.loads((folder / "tokenizer.json").read_text())
+        content["model"] |= {"vocab": {}, "merges": []}
+        (folder / "tokenizer.json").write_text(json.dumps(content | changes))
+        return folder
+
+    return edit
+
+
+TEMPLATE_FILE = "chat_template.jinja"
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (written(TEMPLATE_FILE, b"\xff\xfe{{ 1 }}"), "cannot be read as UTF-8 text"),
+        (written(TEMPLATE_FILE, b"{{ " + b"(" * 5000), "is no template: "),
+        (written(TEMPLATE_FILE, b"{{ " + b"[" * 5000), "is no template: "),
+        (
+            written(TEMPLATE_FILE, b"{{ " + b"[" * 5000 + b"]" * 5000 + b" }}"),
+            "is no template: ",
+        ),
+        (in_config(chat_template=5), "has the chat_template 5, expected a text"),
+        (in_config(chat_template={"default": "a"}), "has the chat_template {"),
+        (in_config(chat_template=[1]), r"has the chat_template \[1\]"),
+        (in_config(chat_template=[{"x": 1}]), "has the chat_template .*name and a"),
+        (
+            in_config(chat_template=[{"name": "default", "template": 1}]),
+            "has the chat_template",
+        ),
+        (
+            in_config(chat_template=[{"name": [1], "template": "a"}]),
+            "has the chat_template",
+        ),
+        (in_config(chat_template=True), "has the chat_template True"),
+        (in_config(eos_token={"x": 1}), "eos_token of .* is {'x': 1}, expected a text"),
+        (in_config(eos_token=5), "eos_token of .* is 5, expected a text"),
+        (in_config(eos_token=["a"]), r"eos_token of .* is \['a'\], expected a text"),
+        (in_config(bos_token={"content": 3}), "bos_token of .* expected a text"),
+        (vocabulary_of(added_tokens=[]), "tokenizer.json has no token"),
+        (edited("tokenizer.json", model=5), "is no tokenizer"),
+        (written("tokenizer.json", b"\xff\xfe"), "is no tokenizer|UTF-8"),
+        (written("tokenizer_config.json", b"\xff\xfe"), "cannot be read as UTF-8"),
+        (written("tokenizer_config.json", b"[" * 200_000), "is no JSON"),
+    ],
+)
+@pytest.mark.parametrize("tools", [(), TOOLS])
+def test_a_malformed_file_is_refused_by_name(tmp_path, change, match, tools):
+    folder = change(chat_folders.write(tmp_path, "qwen2"))
+    with pytest.raises(ConfigError, match=match) as refusal:
+        open_chat(folder, tools=tools)
+    assert "\n" not in str(refusal.value)
