@@ -204,11 +204,10 @@ class Reader:
     def _refuse(self, family: Family) -> None:
         """What changes the numbers and is not computed."""
         values, other = self._values, "Name the folder of another model."
-        absent = ["quantization_config", "dual_chunk_attention_config"]
         off = ["mlp_bias", "use_sliding_window"]
         if not family.attention_bias:  # of these two it biases the output as well
             off.append("attention_bias")
-        for key in absent:
+        for key in ("quantization_config", "dual_chunk_attention_config"):
             if values.get(key) is not None:
                 raise self._refusal(f"{key} {values[key]!r}", "none", other)
         for key in off:

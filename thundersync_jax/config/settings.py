@@ -63,8 +63,7 @@ def settings(group: Any, prefix: str = "") -> Iterator[Setting]:
 def check_types(group: Any, prefix: str) -> None:
     """Checks every field against its annotation; whole numbers become floats.
 
-    Refused are other types and choices, NaN and infinity. `prefix` is what comes before
-    a field's name on the command line, as `rollout.`.
+    Refused are other types and choices, NaN and infinity.
     """
     hints = _hints(type(group))
     for field in dataclasses.fields(group):

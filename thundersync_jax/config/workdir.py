@@ -70,15 +70,9 @@ def claim(
     not, or the directory cannot be one or be written to.
     """
     changes = check_claim(workdir, config)
-    folder = Path(workdir)
-    if not changes and (folder / _CONFIG_FILE).exists():
-        return []
-    files = {VOCABULARY_FILE: dict(vocabulary), _CONFIG_FILE: config_dict(config)}
-    try:
-        for name, content in files.items():
-            replace_json(folder / name, content)
-    except OSError as error:
-        raise _unusable(workdir, error) from error
+    if changes or not (Path(workdir) / _CONFIG_FILE).exists():
+        _write(workdir, VOCABULARY_FILE, dict(vocabulary))
+        _write(workdir, _CONFIG_FILE, config_dict(config))
     return changes
 
 
@@ -137,11 +131,7 @@ def check_tasks(
 
 def claim_tasks(workdir: str | os.PathLike, tasks: Mapping[str, Any]) -> None:
     """Notes what `check_tasks` compares with."""
-    path = Path(workdir) / _TASKS_FILE
-    try:
-        replace_json(path, dict(tasks))
-    except OSError as error:
-        raise _unusable(workdir, error) from error
+    _write(workdir, _TASKS_FILE, dict(tasks))
 
 
 def first_day(workdir: str | os.PathLike) -> datetime.datetime:
@@ -161,13 +151,8 @@ def first_day(workdir: str | os.PathLike) -> datetime.datetime:
 
 def claim_day(workdir: str | os.PathLike, day: datetime.datetime) -> None:
     """Notes what `first_day` reads, once."""
-    path = Path(workdir) / _DAY_FILE
-    if path.exists():
-        return
-    try:
-        replace_json(path, {"first_start": day.isoformat(timespec="seconds")})
-    except OSError as error:
-        raise _unusable(workdir, error) from error
+    if not (Path(workdir) / _DAY_FILE).exists():
+        _write(workdir, _DAY_FILE, {"first_start": day.isoformat(timespec="seconds")})
 
 
 def saved_settings(workdir: str | os.PathLike) -> dict[str, Any]:
@@ -274,6 +259,13 @@ def _made(workdir: str | os.PathLike) -> Path:
     except OSError as error:
         raise _unusable(workdir, error) from error
     return Path(workdir)
+
+
+def _write(workdir: str | os.PathLike, name: str, content: Any) -> None:
+    try:
+        replace_json(Path(workdir) / name, content)
+    except OSError as error:
+        raise _unusable(workdir, error) from error
 
 
 def _unusable(workdir: str | os.PathLike, error: OSError) -> ConfigError:

@@ -1,8 +1,7 @@
 """What a policy is to the rest of the package: parameters, a pass, a decode step.
 
-A `Model` computes one sequence, or a piece of one behind what earlier pieces left, and
-in pieces it computes what the whole would. Numbers of tokens come from its logits, a
-chunk at a time (`whole`, `piece`). `FromLogits` makes a model of two functions.
+A `Model` computes one sequence or, the same, piece by piece behind what earlier pieces
+left. `whole` and `piece` make numbers of its logits, a chunk of tokens at a time.
 """
 
 import dataclasses
@@ -69,10 +68,7 @@ class Model(Protocol):
         """
 
     def projection(self, params: Params) -> Callable[[jax.Array], jax.Array]:
-        """Maps hidden float[C, D] to logits float[C, V], float32 or wider.
-
-        Row t predicts the token behind t.
-        """
+        """Maps hidden float[C, D] to next logits float[C, V], float32 or wider."""
 
     def cast(self, params: Params) -> Params:
         """The parameters of a frozen copy that `segment` and `projection` read."""
@@ -100,12 +96,9 @@ class Model(Protocol):
 
 
 def build(config: ModelConfig, factory: ModelFactory | None = None) -> Model:
-    """The model that a config describes.
+    """The model that a config describes, or that `factory` makes in its place.
 
-    `factory` makes it in place of `config.factory`; None for both is the decoder.
-
-    Raises:
-      ConfigError: The factory cannot be loaded, or makes a model of other ids.
+    ConfigError where a factory cannot be loaded, or makes a model of other ids.
     """
     if factory is None:
         name = config.factory or DECODER

@@ -63,10 +63,7 @@ def dot(
     precision: str,
     dtype: jnp.dtype | None = None,
 ) -> jax.Array:
-    """The one matrix product: einsum of two operands at the configured precision.
-
-    `dtype` is that of accumulation and result where it is wider than the operands.
-    """
+    """Einsum of two operands at the configured precision; `dtype` may be wider."""
     return jnp.einsum(spec, a, b, precision=precision, preferred_element_type=dtype)
 
 
@@ -176,12 +173,7 @@ def _in_blocks(query, keys, values, limits, gap, precision):
 
 
 def _cudnn_applies(query):
-    """Whether cuDNN may compute causal attention of a sequence from its first token.
-
-    Decided while the program is traced: on a GPU, in half precision (of whose products
-    `precision` does not speak), head sizes that it knows, and a token axis that is not
-    cut, for it wants sequences whole.
-    """
+    """Whether cuDNN may compute causal attention; decided while a program is traced."""
     mesh = jax.sharding.get_abstract_mesh()
     device = None if mesh.empty else mesh.abstract_device
     platform = jax.default_backend() if device is None else device.platform
@@ -197,8 +189,7 @@ def _mesh_size(name):
 
 
 def _cudnn(query, keys, values):
-    """Not run so far, for want of a GPU: it was lowered for CUDA, with its gradient,
-    and computed by jax's own form of the same call.
+    """Lowered for CUDA, with its gradient, but not run so far, for want of a GPU.
 
     The gradient repeats itself bit for bit only where XLA is asked for deterministic
     operations (--xla_gpu_deterministic_ops=true).

@@ -2,8 +2,7 @@
 
 Parameters are described once, as Flax modules, and then live as a nested dict of
 arrays with all layers stacked; every function here is a pure function of that dict and
-one sequence, or of a few that are decoded together. `Transformer` offers them as a
-`Model`. No sampling, no loss.
+one sequence, or of a few that are decoded together.
 """
 
 import dataclasses
@@ -29,10 +28,7 @@ class KeyValues(NamedTuple):
 
 
 class LayerCache(NamedTuple):
-    """Keys and values of one layer. A head's positions lie together, for its dots.
-
-    One array per layer: taking a layer out of a stacked cache would copy it.
-    """
+    """Keys and values of one layer: slices of a stacked cache would be copies."""
 
     keys: jax.Array  # [slots, KV, S, H], compute dtype
     values: jax.Array  # [slots, KV, S, H], compute dtype

@@ -33,8 +33,7 @@ _PROBES = (
 class Estimator:
     """One function of rewards, and what it declares about itself.
 
-    Raises:
-      ValueError: On one of some small lists of rewards it does not do as declared.
+    ValueError where on one of some small lists of rewards it does not do as declared.
     """
 
     name: str  #: shown in reports and errors
@@ -59,13 +58,9 @@ class Estimator:
     def table(self, rewards: Sequence[float]) -> dict[float, float]:
         """Advantage of each distinct reward of one scope.
 
-        Args:
-          rewards: Finite numbers [N]. They are sorted first, so that the bits of a
-            table depend on the set of rewards and not on their order.
-
-        Raises:
-          ValueError: A reward is not finite; or the function returned another shape,
-            a NaN or an infinity, or unequal advantages for equal rewards.
+        `rewards` are finite numbers [N], sorted first: no bit depends on their order.
+        ValueError where one is not finite, or the function returned another shape, a
+        NaN or an infinity, or unequal advantages for equal rewards.
         """
         # Adding 0 makes -0 the same number, in bits, as the 0 it equals.
         ordered = np.sort(np.asarray(rewards, np.float64)) + 0.0
@@ -205,12 +200,8 @@ def pass_at_k(k: int) -> Estimator:
 
     Fewer than k survivors count as the best of their number; one alone has advantage 0.
 
-    Args:
-      k: Samples of which the best counts, at least 2: the best of one is the mean, and
-        `leave_one_out` its estimator.
-
-    Raises:
-      ValueError: `k` is not a whole number of at least 2.
+    `k` is a whole number of at least 2, or a ValueError: the best of one is the mean,
+    and `leave_one_out` its estimator.
 
     Source: PKPO, Walder and Karkhanis 2025 (arXiv 2505.15201), the estimator with the
       baseline of k - 1 companions.
@@ -240,12 +231,7 @@ def fixed_baseline(baseline: float = 0.0) -> Estimator:
 
     Members do not need each other. With baseline 0, on rewards from which a tracked
     baseline of their prompt was subtracted, it is the estimator of that baseline.
-
-    Args:
-      baseline: In units of the reward.
-
-    Raises:
-      ValueError: `baseline` is not finite.
+    `baseline` is in units of the reward; ValueError where it is not finite.
 
     Source: REINFORCE, Williams 1992, with its reinforcement baseline.
     """
@@ -310,10 +296,7 @@ class PromptBaseline:
     Args:
       decay: What a visit's weight is multiplied by at the next one, from 0 (the last
         visit alone) to 1 (all count alike).
-      prior: The baseline before any step, in units of the reward.
-
-    Raises:
-      ValueError: `decay` is not within 0 and 1, or `prior` is not finite.
+      prior: The baseline before any step, in units of the reward, and finite.
     """
 
     def __init__(self, decay: float, prior: float = 0.0):
@@ -326,22 +309,15 @@ class PromptBaseline:
         self._prompts: dict[str, Track] = {}
 
     def value(self, key: str) -> float:
-        """The baseline of a prompt, by its name.
-
-        A new one takes the running mean over all, and the prior before any step.
-        """
+        """The baseline of a prompt; of a new one the mean over all, or the prior."""
         track = self._prompts.get(key, self._all)
         return track.value if track.weight else self.prior
 
     def update(self, rewards: Mapping[str, Sequence[float]]) -> None:
         """Takes in a whole step at once, in whatever order: the bits are the same.
 
-        Args:
-          rewards: The surviving members' rewards by prompt; those of two groups of one
-            prompt belong together. A prompt without any stays as it is.
-
-        Raises:
-          ValueError: A reward is not finite; nothing is taken in.
+        `rewards` are those of the surviving members by prompt; one without any stays as
+        it is. ValueError where a reward is not finite; nothing is taken in.
         """
         kept = {key: [float(r) for r in rs] for key, rs in rewards.items() if len(rs)}
         for key, prompt_rewards in kept.items():

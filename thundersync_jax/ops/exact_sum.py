@@ -45,8 +45,7 @@ class ExactSum(NamedTuple):
 def init(tree: Tree) -> ExactSum:
     """The sum of nothing, lying where the leaves of `tree`, shaped as addends, lie.
 
-    Raises:
-      ValueError: A leaf is not a float of at most 32 bits.
+    ValueError where a leaf is not a float of at most 32 bits.
     """
     _refuse_dtypes(tree)
     leaves, treedef = jax.tree.flatten(tree)
@@ -80,8 +79,7 @@ def add(state: ExactSum, tree: Tree, fresh: jax.Array | bool = False) -> ExactSu
 def merge(left: ExactSum, right: ExactSum) -> ExactSum:
     """The sum of both sums' addends, to the bit as if one had received them all.
 
-    Raises:
-      ValueError: The sums are of leaves of different shapes.
+    ValueError where they are of leaves of different shapes.
     """
     _refuse_shapes(left.limbs, right.limbs, 1)
     tops = jax.tree.map(jnp.maximum, left.tops, right.tops)
@@ -112,13 +110,10 @@ def merge_stacked(stack: ExactSum) -> ExactSum:
 
 
 def value(state: ExactSum) -> Tree:
-    """The sum, rounded once to a tree of float32.
+    """The sum, rounded once to a tree of float32; raises as `check` does, but in jit.
 
     Under jit, where nothing can be raised, rows that received an addend that was not
     finite are NaN, and everything is after too many addends.
-
-    Raises:
-      ValueError: Outside jit, what `check` raises.
     """
     if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(state)):
         check(state)
@@ -128,9 +123,8 @@ def value(state: ExactSum) -> Tree:
 def check(state: ExactSum) -> None:
     """Raises where a sum has no value. On the host: waits for the sum.
 
-    Raises:
-      ValueError: More than `MAX_ADDENDS` addends, or one with a NaN or an infinity;
-        the message names the leaf.
+    ValueError on more than `MAX_ADDENDS` addends, or one with a NaN or an infinity, of
+    which it names the leaf.
     """
     count, highest = jax.device_get(_marks(state))
     if count > MAX_ADDENDS:

@@ -1,8 +1,7 @@
 """Log-probabilities of given tokens, in chunks, so that no T x V array exists.
 
-Where entropies are wanted too they come from the same logits: the projection to the
-vocabulary is most of the work, and is done once. A sampler draws from the same
-distribution with `draw`, one token from one uniform number.
+Entropies come from the same logits: the projection to the vocabulary is most of the
+work. A sampler draws from the same distribution with `draw`.
 """
 
 from collections.abc import Callable
@@ -17,10 +16,7 @@ _BLOCK = 32
 
 
 def inverse_temperature(temperature: jax.Array | float, dtype: jnp.dtype) -> jax.Array:
-    """What logits are multiplied by: 1 / temperature, and 1 at 0 (greedy decoding).
-
-    Trainer and sampler both scale by it, so that they speak of one distribution.
-    """
+    """What trainer and sampler multiply logits by: 1 / temperature, and 1 at 0."""
     temperature = jnp.asarray(temperature, dtype)
     return 1 / jnp.where(temperature > 0, temperature, jnp.ones_like(temperature))
 

@@ -212,12 +212,7 @@ def select(counts_t: jax.Array, x_t: jax.Array) -> jax.Array:
 
 
 def weighted_sum(x_t: jax.Array, weight_t: jax.Array) -> jax.Array:
-    """Sum over the tokens of a sample, sum_t w_t x_t.
-
-    Args:
-      x_t: float[T]; the sum has its dtype.
-      weight_t: float[T], 0 at positions that are not trained or not scored.
-    """
+    """Sum over a sample's tokens, sum_t w_t x_t, in the dtype of x_t, float[T]."""
     return jnp.sum(select(weight_t != 0, x_t) * weight_t.astype(x_t.dtype))
 
 
@@ -252,16 +247,11 @@ def mismatch(
 
 
 def percentile(sums: Mapping[str, float], percent: float) -> float:
-    """The |log-ratio| below which so many percent of the tokens lie.
+    """The |log-ratio| in nats below which `percent` of the tokens lie.
 
-    Args:
-      sums: The scalars of `mismatch` by name, summed over samples.
-      percent: Between 0 and 100.
-
-    Returns:
-      Nats: interpolated on a logarithmic scale between two `EDGES`, never above the
-      largest |log-ratio|; 0 where that many lie below the first edge; NaN without
-      tokens.
+    `sums` are the scalars of `mismatch`, summed over samples. It is interpolated on a
+    logarithmic scale between two `EDGES`, never above the largest |log-ratio|; 0 where
+    that many lie below the first edge; NaN without tokens.
     """
     if not sums["tokens"]:
         return float("nan")

@@ -100,11 +100,7 @@ def made_up_calls(
     members: int,
     accumulator: str | None = None,
 ) -> None:
-    """Computes gradients of trajectories without meaning, and drops the result.
-
-    Every bucket gets a group of `members`, with all weights 0. Under release
-    "trajectory" all but the last are streamed.
-    """
+    """Computes gradients of `members` trajectories per bucket, and drops the result."""
     stream = run.new_stream(params, version, release, rows, accumulator)
     if isinstance(stream, TurnStream):
         _turns(run, stream)

@@ -54,9 +54,8 @@ def prepare(config: Config) -> None:
 def place(config: Config) -> Placement:
     """The learner's mesh over the first devices, and the devices behind it.
 
-    The sampler takes those behind the mesh, or the learner's first where the config
-    says "shared". A teacher takes the one behind those, or the sampler's first.
-    ValueError where there are too few devices.
+    The sampler takes those behind the mesh, or the learner's first where it is shared;
+    a teacher the one behind those, or the sampler's first. ValueError: too few devices.
     """
     devices, axes = jax.devices(), config.mesh
     alone, wanted = _samplers(config), _devices(config)

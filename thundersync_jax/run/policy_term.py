@@ -336,8 +336,7 @@ def _surrounded(tokens: Tokens, before: int, behind: int) -> Tokens:
         for name, x in vars(tokens).items()
         if x is not None
     }
-    weights = longer(tokens.weights)
-    return Tokens(**other | {"mask": mask, "weights": weights})
+    return Tokens(**other | {"mask": mask, "weights": longer(tokens.weights)})
 
 
 def _close(row: np.ndarray, expected: np.ndarray, scale: list | np.ndarray) -> bool:

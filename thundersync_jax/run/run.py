@@ -247,8 +247,7 @@ class Run:
     ) -> GradientStream | TurnStream:
         """A stream for one step of this run's loss; a `TurnStream` for release "turn".
 
-        `params` are of policy version `version`. `release`, `rows` per call and
-        `accumulator` are the config's where they are None or 0.
+        `release`, `rows` per call and `accumulator` are the config's unless given.
         """
         config = self.config
         compared = objective.with_reference(config.loss, self._term)

@@ -116,11 +116,7 @@ def init(optimizer: Optimizer, params: Params) -> State:
 
 
 class Update:
-    """The jitted update: once per step, at its boundary.
-
-    Results are laid out like `like`. `clip_norm` is what the optimizer clips to, for
-    the reported norm.
-    """
+    """The jitted update, laid out like `like`; the norm that it reports is clipped."""
 
     def __init__(self, optimizer: Optimizer, clip_norm: float | None, like: State):
         def update(state, gradient):

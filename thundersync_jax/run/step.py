@@ -32,11 +32,7 @@ _WAIT_SECS = 0.25  # for events, and for calls that end
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """What one step brought.
-
-    Seconds are on the monotonic clock, keys are (group, member) or, of turns, (group,
-    member, turn).
-    """
+    """What one step brought; seconds are on the monotonic clock."""
 
     gradient: Params  #: of the step's loss, as the stream's `finish` returns it
     report: Report  #: of the stream
@@ -189,8 +185,7 @@ def conclude(
 def roll_out(run: Run, step: int, version: int) -> tuple[list[Trajectory], float]:
     """Samples a step's trajectories, replacements included, and computes nothing.
 
-    Returns them in order, failed ones as they failed, and R, the seconds until the last
-    outcome.
+    Returns them in order, failed ones too, and the seconds until the last outcome.
     """
     start = time.monotonic()
     lossy = run.config.partial_groups == "drop"

@@ -43,10 +43,7 @@ class Prepared(NamedTuple):
     counts: "Counts | None"  # that took long, for the next start; None: none did
 
     def check(self, workdir: str | os.PathLike, accepted: str | None) -> list[str]:
-        """Lines on tasks that are others than the work directory's, where `accepted`.
-
-        ConfigError where nobody accepted them.
-        """
+        """Lines on tasks that are others than before; ConfigError unless `accepted`."""
         return workdirs.check_tasks(workdir, self.fingerprint._asdict(), accepted)
 
     def claim(self, workdir: str | os.PathLike) -> None:

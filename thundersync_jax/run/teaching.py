@@ -68,7 +68,7 @@ def engine(
     device: jax.Device,
     on_line: Callable[[str], None],
 ) -> ScoringEngine | VLLMTeacher | None:
-    """What scores as the loss needs it, if local on `device`; None without a teacher."""
+    """What scores as the loss needs it, here on `device`; None without a teacher."""
     if teacher is None:
         return None
     rollout, loss = config.rollout, config.loss

@@ -3,10 +3,9 @@
     batch : [1, *param]   the sum of everything whose coefficient is known
     group : [S, *param]   S sums of one open group whose coefficients are still unknown
 
-A group holds S linear combinations of gradients, F0, F1 and FA of `docs/method.md`; the
-caller's weights say which. Pure functions of pytrees; sums are float32 whatever the
-parameters' dtype (float64 for float64). Sums are donated: use the returned one. The
-leading 1 of the batch sum is the replica axis, on which replicas' sums are joined.
+The S sums are linear combinations, F0, F1 and FA of `docs/method.md`, in float32 or the
+parameters' float64. Sums are donated: use the returned one. Replicas' sums are joined
+along the leading 1 of the batch sum.
 """
 
 import functools
@@ -29,10 +28,7 @@ def sum_dtype(dtype: Any) -> Any:
 
 
 def init(params: Tree, channels: int = 1) -> Tree:
-    """Zero sums [channels, *param] that lie where the parameters lie.
-
-    `channels` is 1 for the batch sum, S for the sums of an open group.
-    """
+    """Zero sums [channels, *param] that lie where the parameters lie."""
     leaves, treedef = jax.tree.flatten(params)
     specs = tuple(
         ((channels, *x.shape), sum_dtype(x.dtype), lead_sharding(x.sharding))
@@ -73,10 +69,7 @@ def add_group(
 
 
 def close_group(batch: Tree, group: Tree, coefficients: jax.Array) -> Tree:
-    """Adds a group whose coefficients are now known. `batch` is donated, `group` not.
-
-    `coefficients` [S] multiply the sums, whose place may be used again with `fresh`.
-    """
+    """Adds a group's sums times `coefficients` [S]. `batch` is donated, `group` not."""
     return compiled(_close_group, batch)(batch, group, coefficients)
 
 

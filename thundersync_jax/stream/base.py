@@ -1,9 +1,8 @@
 """`Stream`: what streams of whole trajectories and of turns have in common.
 
-A stream brings three objects together and does little itself: a *schedule* decides what
-is computed next (plain data, no arrays), the *learner* computes it on the devices, the
-*ledger* keeps what happened, for the report. Events come in as method calls; each ends
-with `advance`, which starts whatever may start now.
+A *schedule* decides what is computed next (plain data, no arrays), the *learner*
+computes it on the devices, the *ledger* keeps what happened. Events come in as method
+calls; each ends with `advance`, which starts whatever may start now.
 """
 
 import contextlib

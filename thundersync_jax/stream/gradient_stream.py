@@ -33,6 +33,7 @@ class GradientStream(Stream):
 
     What it refuses changes nothing and the stream goes on. An error half-way through a
     decision, as a compilation that fails, ends it: no gradient misses a sample quietly.
+    ValueError where a setting is unknown, or settings contradict each other.
 
     Args:
       surrogate: Maps (params, sample) to a `Surrogate`, or (params, frozen, sample)
@@ -68,9 +69,6 @@ class GradientStream(Stream):
         fill more than half of it; fewer go alone, in a second program.
       on_call: Called with each `Call` and an array that is ready when it has ended.
       on_compile: Called with one line before a gradient program compiles.
-
-    Raises:
-      ValueError: A setting is not one of the above, or settings contradict each other.
     """
 
     def __init__(
@@ -192,9 +190,8 @@ class GradientStream(Stream):
     ) -> None:
         """All tokens of a member are final.
 
-        Args:
-          sample: The last or only sample, if `sample` has not added that before.
-          tokens: Trained tokens of that sample.
+        `sample` is its last or only one, with so many trained `tokens`; None where the
+        method `sample` has added all.
         """
         if sample is not None:
             self.sample(

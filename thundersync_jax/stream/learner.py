@@ -1,8 +1,6 @@
 """All replicas of the learner and what they add up: executes what a schedule decides.
 
-It decides nothing itself. The stream says which numbers a call's gradients are
-multiplied by, or that they are not known yet. No method but `wait` and `finish` waits
-for a device.
+No method but `wait` and `finish` waits for a device.
 """
 
 import functools
@@ -185,7 +183,7 @@ class Learner:
     def close_prompt(self, prompt: Prompt) -> list[tuple[int, Evaluated]]:
         """Differentiates a prompt, all of its cotangents being in, or forgets it.
 
-        Returns, per replica that it ran on, the index and what was evaluated.
+        Returns what was evaluated, by the index of each replica that it ran on.
         """
         closed = []
         for replica in prompt.replicas:

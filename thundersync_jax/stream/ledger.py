@@ -243,8 +243,7 @@ class Ledger:
     def _weighs(self, computed: Computed) -> bool:
         """Whether any advantage that the call was summed for is not 0.
 
-        Those of its samples; in linear sums those of all their groups, for these are
-        added or left out together.
+        Linear sums of groups are added or left out together.
         """
         if computed.linear == BATCH:
             return any(any(group.values()) for group in self.advantages.values())

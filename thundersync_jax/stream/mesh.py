@@ -1,9 +1,8 @@
 """Meshes, and the replicas inside them.
 
-A mesh has the axes (replica, fsdp, tensor). Each index of `replica` is a sub-mesh that
-holds one full copy of the parameters, sharded over (fsdp, tensor), and works on its own
-trajectories; only the step boundary sees the whole mesh. Splitting and joining move no
-data: they re-label the shards that every device already holds.
+A mesh has the axes (replica, fsdp, tensor). Each index of `replica` is a sub-mesh with
+one full copy of the parameters. Splitting and joining move no data: they re-label the
+shards that every device already holds.
 """
 
 import collections
@@ -109,11 +108,7 @@ def whole_sharding(parameter: jax.Array) -> Sharding:
 
 
 def join(trees: Sequence[Tree], params: Tree) -> Tree:
-    """Joins one tree per replica into arrays [R, ...] on the mesh of the parameters.
-
-    `trees` hold, per replica, arrays [1, ...] on the mesh of its view in
-    `split(params)`.
-    """
+    """Joins arrays [1, ...] on the views of `split(params)` to [R, ...] on its mesh."""
     mesh = _mesh(jax.tree.leaves(params)[0].sharding)
     if mesh is None:
         return trees[0]
@@ -153,10 +148,7 @@ class Replica:
             self._running[0].block_until_ready()
 
     def put(self, sample: Tree) -> Tree:
-        """Brings a sample to this replica's devices; again it costs nothing.
-
-        All arrays get one kind of placement: committed or not makes another program.
-        """
+        """Brings a sample to this replica's devices; again it costs nothing."""
         return jax.device_put(sample, self._sharding)
 
     def start(
@@ -177,10 +169,7 @@ class Replica:
         return results
 
     def run(self, program: Callable, *arguments: Any) -> Any:
-        """Starts a small program that does not count as running.
-
-        The replica's mesh is in context, for sharding constraints inside surrogates.
-        """
+        """Starts a small program, in the replica's mesh, that does not count."""
         sharding = self._sharding
         named = isinstance(sharding, NamedSharding)
         with jax.set_mesh(sharding.mesh) if named else contextlib.nullcontext():

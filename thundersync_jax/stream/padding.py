@@ -1,8 +1,7 @@
 """Samples as programs see them: few lengths, few dtypes, and what tells them apart.
 
-Padding to a few lengths lets a few programs serve every trajectory. A program belongs
-to a *shape signature*: the structure, shapes and dtypes of its arrays, and for
-parameters their layout.
+A program belongs to a *shape signature*: the structure, shapes and dtypes of its
+arrays, and for parameters their layout.
 """
 
 import bisect
@@ -31,10 +30,7 @@ class Padded:
 
     @classmethod
     def of(cls, sample: Any) -> "Padded":
-        """A sample with leaves as programs take them (`sample_leaf`).
-
-        Of a caller who does not pad it counts as one token.
-        """
+        """A sample as programs take it; one that is not padded counts as one token."""
         padded = sample if isinstance(sample, cls) else cls(sample, 1, 1)
         tree = jax.tree.map(sample_leaf, padded.tree)
         return dataclasses.replace(padded, tree=tree)
@@ -57,10 +53,7 @@ def pad(arrays: dict[str, Any], lengths: Sequence[int]) -> Padded:
     Args:
       arrays: Arrays [T, ...] of one length T. Zeros must mean "nothing" in each of
         them (weight 0, masked out): the mask says what is padding, never a token id.
-      lengths: Ascending bucket lengths.
-
-    Raises:
-      ValueError: The arrays differ in length, or no bucket is long enough.
+      lengths: Ascending bucket lengths; ValueError where none is long enough.
     """
     sizes = {name: len(x) for name, x in arrays.items()}
     if len(set(sizes.values())) != 1:

@@ -1,7 +1,6 @@
 """What a gradient stream may be told, and one line for each thing that it refuses.
 
-A config extends the choices and calls the checks that are not about one step. No jax:
-a config is read before jax starts.
+No jax: a config, which calls some of the checks, is read before jax starts.
 """
 
 import math
@@ -68,10 +67,7 @@ def check_context(context: str, in_pieces: bool) -> None:
 
 
 def check_exact(dtype: Any, replicas: int, shared: bool) -> None:
-    """Requires gradients that exact sums can hold, and `shared` prompts on one replica.
-
-    `dtype` is that of parameters, or its name.
-    """
+    """Requires parameters below float64, and `shared` prompts on one replica."""
     if str(dtype) == "float64":
         raise ValueError(
             "accumulator is 'exact' with parameters of float64 (model.dtype), expected "
@@ -132,10 +128,7 @@ def check_some(group: Hashable, tokens: int) -> None:
 
 
 def places(release: str, scope: str, lossy: bool, open_groups: Any) -> int:
-    """Returns how many groups, or the batch, may hold sums while rewards are missing.
-
-    `scope` is an estimator's; groups are `lossy` that may be dropped or filtered.
-    """
+    """How many groups, or the batch, may hold sums while rewards are missing."""
     if scope == "batch":
         return int(release != "batch")
     if release != "trajectory" or not (scope == "group" or lossy):

@@ -92,10 +92,7 @@ def prompt_state(
 def prompt_gradient(
     segments: Segments, params: Params, frozen: Tree, sample: Sample, cotangent: State
 ) -> tuple[Gradient, Evaluated]:
-    """Pushes the cotangent of a prompt's state, of any float dtype, through it.
-
-    Returns a gradient, and whether it is finite; there are no rows.
-    """
+    """Pushes the cotangent of a prompt's state, of any float dtype, through it."""
 
     def state_of(params):
         return _run(segments, params, frozen, segments.empty(0), sample)[1]
@@ -107,10 +104,7 @@ def prompt_gradient(
 
 @functools.partial(jax.jit, static_argnums=0)
 def opened(segments: Segments, prompt: State | None) -> tuple[State, Tree]:
-    """State, with all its slots, and zeros for `Turn.pulled` of a new trajectory.
-
-    `prompt` is None where the first segment holds the prompt.
-    """
+    """State of a new trajectory, behind a prompt or none, and zeros for `pulled`."""
     state = segments.empty(segments.slots)
     if prompt is not None:
         start = jnp.zeros((), jnp.int32)
@@ -129,10 +123,7 @@ def turn(
     pulled: Tree,
     sample: Sample,
 ) -> Turn:
-    """Gradient of one more segment of an open trajectory, `state` being before it.
-
-    `pulled` are the cotangents of `kept` from the segments before.
-    """
+    """Gradient of one more segment, behind `state` and the `pulled` of those before."""
 
     def additive(params, state):
         out, own = _run(segments, params, frozen, state, sample)
@@ -202,11 +193,7 @@ def of_prompt(
 
 
 class OpenTrajectory:
-    """What an open trajectory holds on its replica: its state, and cotangents of it.
-
-    All its turns run there. `prompt` is the state behind the prompt that its group
-    shares, None where its first turn holds the prompt.
-    """
+    """What an open trajectory holds on its replica: its state, and cotangents of it."""
 
     def __init__(self, segments: Segments, replica: Replica, prompt: State | None):
         self._segments, self._replica = segments, replica
@@ -250,10 +237,7 @@ class OpenTrajectory:
 
 
 class SharedPrompt:
-    """A group's prompt on one replica: run forward once, and backward once.
-
-    The cotangents of the state behind it are summed as its members' gradients are.
-    """
+    """A group's prompt on one replica: run forward once, and backward once."""
 
     def __init__(self, segments: Segments, replica: Replica, sample: Sample, kind: str):
         self._segments, self._replica = segments, replica

@@ -6,9 +6,8 @@ Both take gradients as they come and have the step's gradient in the end:
     hold     gradients of a unit (a group, or the batch) whose coefficients are unknown
     fold     the sums of a unit join the batch, now that they are known
 
-Plain sums keep linear combinations of a unit's gradients (module `accumulator`), exact
-ones a sum per distinct reward (module `ops.exact_sum`, `docs/exactness.md`); only the
-bits of the latter depend on no order of events. Neither waits for a device.
+Plain sums are linear combinations of a unit's gradients (module `accumulator`), exact
+ones one sum per distinct reward (`docs/exactness.md`). Neither waits for a device.
 """
 
 import functools
@@ -33,9 +32,8 @@ _UNIT_RANGE = 2.0**20  # weights stay below it, far from both ends of float32
 def channels(scope: str, weighted: bool, additive: bool, lossy: bool) -> int:
     """How many gradient-sized sums a unit holds while it misses rewards.
 
-    That depends on the estimator's `scope`, on whether samples have a part that an
-    advantage multiplies (`weighted`) and one that none does (`additive`), and on
-    whether groups may still be dropped or filtered (`lossy`).
+    `scope` is the estimator's, `weighted` and `additive` are parts of samples, and
+    groups may be dropped or filtered where `lossy`.
     """
     if scope == "batch":  # its members have joined for certain
         return 2 * weighted
@@ -113,10 +111,7 @@ class PlainSums:
         )
 
     def fold(self, fold: Fold, table: Table | None, scale: float = 1.0) -> None:
-        """Adds a unit's sums to the batch, or forgets them.
-
-        Additive gradients are multiplied by `scale`, which is known only now.
-        """
+        """Adds a unit's sums, of which additive ones take `scale`, or forgets them."""
         rewards = list(self._rewards.pop(fold.unit, ()))
         for replica in fold.replicas:
             units = self._units.pop((replica, fold.place), None)

@@ -1,8 +1,7 @@
 """A trajectory's loss as two scalars of the parameters, and its compiled gradients.
 
-A surrogate function maps (params, sample), or (params, frozen, sample), to a
-`Surrogate`. The gradients below are compiled once per surrogate function object and
-shape signature, so every stream of a run shares them.
+Gradients are compiled once per surrogate function, of (params, sample) or (params,
+frozen, sample), and shape signature: every stream of a run shares them.
 """
 
 import contextlib
@@ -56,10 +55,7 @@ class Max:
 
 
 class Structure(NamedTuple):
-    """Which parts a surrogate function returns; names in order.
-
-    `sums` and `maxima` are of the metrics, the other two of the diagnostics.
-    """
+    """Which parts a surrogate returns; names, of metrics and diagnostics, in order."""
 
     weighted: bool
     additive: bool

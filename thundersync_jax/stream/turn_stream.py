@@ -31,8 +31,8 @@ class TurnStream(Stream):
     """Collects one step turn by turn. One thread owns a stream.
 
     What it refuses changes nothing and the stream goes on. An error half-way through a
-    decision ends it. `params`, `denominator`, `policy_version`, `frozen` and
-    `on_compile` are those of `GradientStream`.
+    decision ends it. ValueError where a setting is unknown. `params`, `denominator`,
+    `policy_version`, `frozen` and `on_compile` are those of `GradientStream`.
 
     Args:
       surrogate: A `Segments` whose surrogate is `additive` alone; for context "turn" a
@@ -47,9 +47,6 @@ class TurnStream(Stream):
         leaves the others, "fail" ends the step with an error.
       on_call: Called with each `TurnCall` or `Prompt` and an array that is ready when
         it has ended.
-
-    Raises:
-      ValueError: A setting is not one of the above.
     """
 
     def __init__(
@@ -149,9 +146,8 @@ class TurnStream(Stream):
     ) -> None:
         """All turns of a member are in: earlier turns can be replayed.
 
-        Args:
-          weight: What its gradient is multiplied by, known only now: one over its
-            tokens, where a trajectory counts with the mean of its tokens.
+        Its gradient is multiplied by `weight`: one over its tokens, where a trajectory
+        counts with the mean of its tokens.
         """
         self._check_alive()
         refusals.check_version(group, member, policy_version, self._version)

@@ -1,7 +1,4 @@
-"""Who has completed or failed (`roster`), and what is computed next.
-
-`order` decides on whole samples, `turns` on the turns of open trajectories.
-"""
+"""Who has completed or failed, and which samples or turns are computed next."""
 
 # ruff: noqa: F401
 from .order import Schedule

@@ -1,18 +1,16 @@
 """Which gradient runs next, on which replica, and what may be closed.
 
-A state machine of plain data: events in, decisions out. No threads, no clock, no
-arrays; whoever drives it executes what it decides. Ready work is *final*, every reward
-its advantage depends on being in, or else *known*: its own reward is in, and it needs a
-place for sums. Final work goes first.
+A state machine of plain data: events in, decisions out. Ready work is *final*, every
+reward its advantage depends on being in, or else *known*: its own reward is in, and it
+needs a place for sums. Final work goes first.
 
 Groups that share sums are a *unit*: one group, or all of a step where the estimator
-looks at the whole batch. A place holds the sums of one unit that still misses rewards:
-linear combinations of all its gradients or, in exact mode, one sum per distinct reward.
-There final work goes into sums too, in one extra place, one unit after the other.
+looks at the whole batch. A place holds the sums of one unit that still misses rewards;
+in exact mode, where these are one per distinct reward, final work goes into sums too,
+in one extra place, one unit after the other.
 
-Work goes sample by sample, except where a full call of one program is waiting: of
-final samples, or of known ones with equal rewards in one unit, whose gradients all its
-sums weigh alike.
+Work goes sample by sample, except where a full call of one program is waiting whose
+gradients all sums weigh alike: final samples, or known ones of one unit and reward.
 """
 
 import collections
@@ -90,10 +88,7 @@ class Schedule:
     def reward(
         self, group: Hashable, member: int, reward: float, raw: float | None = None
     ) -> Close | None:
-        """The verdict on a member is in. Returns what this closes.
-
-        `raw` decides whether the group is uniform; None for `reward`.
-        """
+        """The verdict is in; filters look at `raw`. Returns what this closes."""
         settled = self.roster.reward(group, member, reward, raw)
         return self._settle(group, member) if settled else None
 
@@ -104,11 +99,7 @@ class Schedule:
         return self._settle(group, member)
 
     def early(self, group: Hashable) -> bool:
-        """Whether rewards are missing that a group's gradients depend on.
-
-        Where there are none, whether any member of the step is not settled: then only
-        the end of the step is something to be ahead of.
-        """
+        """Whether rewards are missing, or members of the step where there are none."""
         if not self._rules.rewards:
             return self.roster.unsettled > 0
         return not self._units[group].complete
@@ -152,10 +143,7 @@ class Schedule:
         return bool(self._final) or any(map(self._may_start, self._known.values()))
 
     def next_call(self, replica: int) -> Call | None:
-        """Takes the work that a free replica should do next, or None.
-
-        What `folds` returns has to be carried out before.
-        """
+        """Takes what a free replica should do next; what `folds` has comes before."""
         if self._final:
             return self._final_call(replica)
         ready = [unit for unit in self._known.values() if self._may_start(unit)]

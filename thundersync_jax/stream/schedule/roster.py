@@ -1,9 +1,7 @@
 """The members of one step: who has completed, been judged, or failed.
 
-Events in, verdicts on groups out; it refuses what cannot have happened and changes
-nothing then. A member is *settled* once it is complete and has its reward, or has
-failed. What is computed when, `order` and `turns` decide; the data that decisions
-consist of is here.
+A member is *settled* once it is complete and has its reward, or has failed. What cannot
+have happened is refused and changes nothing. The data of decisions is here too.
 """
 
 import dataclasses
@@ -62,10 +60,7 @@ class Fold(NamedTuple):
 
 
 class Prompt(NamedTuple):
-    """Decision: nothing more comes of a group that shares a prompt.
-
-    Where it is `kept`, the cotangents of the prompt are complete on these replicas.
-    """
+    """Decision: no more comes of a group; its prompt is differentiated where `kept`."""
 
     group: Hashable
     replicas: tuple[int, ...]

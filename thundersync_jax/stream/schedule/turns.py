@@ -97,10 +97,7 @@ class Turns:
     def turn(
         self, group: Hashable, member: int, bucket: Hashable, trained: bool = True
     ) -> Item:
-        """Adds a turn to a member that is not complete yet.
-
-        One that is not `trained` waits for the next that is; at the end it never runs.
-        """
+        """Adds a turn; one that is not `trained` waits for the next that is."""
         item = self.roster.sample(group, member, bucket)
         if self.roster.groups[group].closed:  # dropped; nothing matters any more
             return item
