@@ -1,12 +1,16 @@
 """Tool calls in a family's format: one is read, anything else is told to the policy."""
 
 import json
+import time
 
+import hypothesis
 import pytest
 from chat_folders import CALCULATOR
+from hypothesis import strategies as st
 
-from thundersync_jax.chat import tool_calls
+from thundersync_jax.chat import schemas, tool_calls
 from thundersync_jax.envs.base import Action
+from thundersync_jax.errors import ConfigError
 
 SEARCH = {
     "name": "search",
@@ -383,3 +387,106 @@ def test_the_style_is_that_of_the_template():
     assert tool_calls.style_of(shown + "<function=example>") == "xml"
     assert tool_calls.style_of('{{ tools }} {"name", "parameters"}') == "json"
     assert tool_calls.style_of("{{ messages }}") is None
+
+
+ODD = [None, True, 5, -1.5, "a", [], {}, [1], [None], [{}], [[1]], {"x": True}]
+WORDS = ["type", "enum", "anyOf", "oneOf", "items", "required", "properties"]
+WORDS += ["nullable", "additionalProperties", "x"]
+SCHEMAS = st.recursive(
+    st.sampled_from([*ODD, "string", ["string", "null"], {"type": "string"}]),
+    lambda inner: st.dictionaries(st.sampled_from(WORDS), inner, max_size=4),
+    max_leaves=8,
+)
+VALUES = st.sampled_from([None, "a", 1, 2.0, True, [1], {"a": 1}, {"x": "a"}, [], {}])
+
+
+@hypothesis.given(SCHEMAS, VALUES, st.sampled_from(["parameters", "input_schema"]))
+def test_no_schema_is_an_exception(schema, value, word):
+    """It ended all agents of a step (huggingface/smolagents#1538)."""
+    for parameters in (schema, {"type": "object", "properties": {"x": schema}}):
+        tool = {"name": "f", word: parameters}
+        for arguments in (value, {"x": value}):
+            action = tool_calls.read(tags(ask("f", arguments)), "tags", [tool])
+            assert action.kind in ("call", "malformed")
+        xml = f"<tool_call><function=f><parameter=x>{value}</parameter></function>"
+        assert tool_calls.read(f"{xml}</tool_call>", "xml", [tool]).kind != "answer"
+
+
+@pytest.mark.parametrize("word", ["parameters", "input_schema"])
+def test_what_draft_3_says_at_a_parameter_asks_for_nothing(word):
+    schema = {"properties": {"x": {"type": "object", "required": True}}}
+    tool = {"name": "f", word: schema}
+    action = tool_calls.read(tags(ask("f", {"x": {}})), "tags", [tool])
+    assert action.arguments == {"x": {}}
+
+
+PIECES = [
+    "<tool_call>",
+    "</tool_call>",
+    "<think>",
+    "</think>",
+    "\n",
+    "{",
+    "}",
+    '"name"',
+]
+PIECES += [
+    ": ",
+    '"bash"',
+    ", ",
+    '{"cmd": "a"}',
+    "[",
+    "]",
+    '"arguments"',
+    "x",
+    ";",
+    "\\",
+]
+PIECES += [
+    '{"name": "calculator", "arguments": {"expression": "</think>"}}',
+    '"',
+    "NaN",
+]
+PIECES += ["<function=calculator>", "<parameter=expression>", "</parameter>", "\ud800"]
+PIECES += ["</function>", "<|python_tag|>", "1e999", "é", " "]
+
+
+@hypothesis.given(
+    st.lists(st.sampled_from(PIECES), max_size=14).map("".join),
+    st.sampled_from([None, "tags", "xml", "json"]),
+    st.booleans(),
+)
+def test_every_text_is_an_answer_or_calls_or_told(text, style, thinking):
+    action = tool_calls.read(text, style, TOOLS, thinking)
+    assert action.raw == text
+    assert (action.kind == "malformed") == bool(action.problem)
+    assert len(action.problem) < 200 and "\n" not in action.problem
+    if action.kind == "call" and not any(call.problem for call in action.calls):
+        again = tool_calls.read(tool_calls.written(action, style, TOOLS), style, TOOLS)
+        assert [(call.name, call.arguments) for call in again.calls] == [
+            (call.name, call.arguments) for call in action.calls
+        ]
+
+
+@pytest.mark.parametrize("style", ["tags", "xml", "json"])
+@pytest.mark.parametrize(
+    "piece", ["<tool_call>", "<tool_call>\n", "<tool_call>{", "</think>", "<function="]
+)
+def test_a_turn_that_repeats_itself_is_read_at_once(style, piece):
+    """All agents wait for it; with time in the square of the text, for minutes."""
+
+    def secs(times):
+        start = time.perf_counter()
+        tool_calls.read(piece * times, style, TOOLS)
+        return time.perf_counter() - start
+
+    assert min(secs(20_000) for _ in range(3)) < 0.5
+
+
+def test_what_is_no_tool_is_refused():
+    for wrong in (5, {}, {"function": 5}, {"name": ""}, {"function": {"name": [1]}}):
+        with pytest.raises(ConfigError, match="expected an object with a name"):
+            schemas.check([CALCULATOR, wrong])
+    with pytest.raises(ConfigError, match="two tools named 'calculator'"):
+        schemas.check([CALCULATOR, SEARCH, CALCULATOR])
+    schemas.check(TOOLS)

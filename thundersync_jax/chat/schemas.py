@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from thundersync_jax.config.checks import is_number
+from thundersync_jax.errors import ConfigError
 
 Schema = Mapping[str, Any]
 _NONE: Schema = {}  # no schema
@@ -32,6 +33,26 @@ def function(tool: Schema) -> Schema:
     return tool.get("function", tool)
 
 
+def check(tools: Sequence[Any]) -> None:
+    """Refuses what is no tool, before a policy calls it."""
+    names = []
+    for tool in tools:
+        described = function(tool) if isinstance(tool, Mapping) else None
+        name = described.get("name") if isinstance(described, Mapping) else None
+        if not isinstance(name, str) or not name:
+            raise ConfigError(
+                f"the task has the tool {tool!r:.80}, expected an object with a name, "
+                "or one with such an object as its function. Correct its `tools`."
+            )
+        names.append(name)
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ConfigError(
+            f"the task has two tools named {twice!r}, expected a name of its own for "
+            "each. Correct its `tools`."
+        )
+
+
 def properties(function: Schema) -> Schema:
     """Schemas of a tool's parameters, by name."""
     return _constraints(_parameters(function).get("properties"))
@@ -40,7 +61,7 @@ def properties(function: Schema) -> Schema:
 def takes_text(schema: Any) -> bool:
     """Whether a text may be the value."""
     schema = _constraints(schema)
-    choices = schema.get("anyOf") or schema.get("oneOf")
+    choices = _list(schema.get("anyOf")) or _list(schema.get("oneOf"))
     if choices:
         return any(map(takes_text, choices))
     return "string" in _kinds(schema)
@@ -55,7 +76,7 @@ def arguments(
     """
     name, schema = function["name"], _parameters(function)
     known = properties(function)
-    for parameter in schema.get("required") or ():
+    for parameter in _required(schema):
         if parameter not in given:
             raise SchemaError(f"{name} needs {parameter!r} in its {word}")
     # Where no schema lists properties any will do; without a schema there are none.
@@ -77,8 +98,22 @@ def _parameters(function: Schema) -> Schema:
 
 
 def _kinds(constraints: Mapping[str, Any]) -> list[str]:
-    kinds = constraints.get("type") or list(_KINDS)
-    return [kinds] if isinstance(kinds, str) else list(kinds)
+    kinds = constraints.get("type")
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    return _texts(kinds) or list(_KINDS)
+
+
+def _required(constraints: Mapping[str, Any]) -> list[str]:
+    return _texts(constraints.get("required"))  # some write true at the parameter
+
+
+def _texts(value: Any) -> list[str]:
+    """The texts of a list; none where it is another thing."""
+    return [text for text in _list(value) if isinstance(text, str)]
+
+
+def _list(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else ()
 
 
 def _fitting(where: str, value: Any, constraints: Mapping[str, Any]) -> Any:
@@ -90,18 +125,19 @@ def _fitting(where: str, value: Any, constraints: Mapping[str, Any]) -> Any:
     kind = next((k for k in kinds if _KINDS.get(k, lambda value: True)(value)), None)
     if kind is None:
         raise SchemaError(f"{where} must be of type {' or '.join(kinds)}")
-    allowed = constraints.get("enum")
-    if allowed is not None and not any(_same(value, other) for other in allowed):
+    allowed = _list(constraints.get("enum"))
+    if allowed and not any(_same(value, other) for other in allowed):
         shown = ", ".join(map(str, allowed))
         raise SchemaError(f"{where} must be one of {shown}")
-    for choices in filter(None, map(constraints.get, ("anyOf", "oneOf"))):
-        value = _any_of(where, value, choices)
+    for name in ("anyOf", "oneOf"):
+        if choices := _list(constraints.get(name)):
+            value = _any_of(where, value, choices)
     if isinstance(value, list) and "items" in constraints:
         items = _constraints(constraints["items"])
         return [_fitting(f"{where}[{i}]", x, items) for i, x in enumerate(value)]
     if isinstance(value, dict):
         properties = _constraints(constraints.get("properties"))
-        for name in constraints.get("required") or ():
+        for name in _required(constraints):
             if name not in value:
                 raise SchemaError(f"{where} needs {name!r}")
         return {

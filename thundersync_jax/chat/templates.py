@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from thundersync_jax.chat import tokenizer_files, tool_calls
+from thundersync_jax.chat import schemas, tokenizer_files, tool_calls
 from thundersync_jax.chat.base import Chat
 from thundersync_jax.chat.byte_level import ByteLevel
 from thundersync_jax.errors import ConfigError
@@ -143,6 +143,7 @@ class TemplateChat:
             raise ConfigError(
                 f"{self._folder} has no chat template; add chat_template.jinja."
             )
+        schemas.check(tools)
         self._tools = [dict(tool) for tool in tools]
         self._style = tool_calls.style_of(source) if tools else None
         settings = tokenizer_files.special_tokens(self._folder)

@@ -24,6 +24,7 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 # Behind a thought whose beginning nobody saw stands another line, or what it led to.
 _THOUGHT_END = re.compile(re.escape(_THOUGHT) + r"(?=\s*\n|\s*$|[\w{<])")
 _TRIED = re.compile(r"^[ \t]*</?tool_call>|</?tool_call>[ \t]*$", re.MULTILINE)
+_FIRST = re.compile(r"\s*(.?)", re.DOTALL)
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>\s*")
 _PARAMETER = re.compile(
     r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*(?=<parameter=|</function>)",
@@ -123,7 +124,8 @@ def named(action: Action, tools: Sequence[Mapping[str, Any]]) -> Action:
 
 def _apart(text: str, style: Style | None, thinking: bool) -> tuple[str, str]:
     """The thought and the speech of a turn; a thought may hold calls."""
-    inside = [] if style is None else [*_spans(text, style)]
+    # Looking for them takes long where a turn repeats a tag without end.
+    inside = [*_spans(text, style)] if style and _THOUGHT in text else []
     opened = text.lstrip().startswith(THINK)
     end = re.compile(re.escape(_THOUGHT)) if opened or thinking else _THOUGHT_END
     for match in end.finditer(text):
@@ -184,9 +186,11 @@ def _calls(
             speech, {schemas.function(tool)["name"] for tool in tools}
         ), ""
     found, beside, end, start = [], [], 0, -1
+    # At the beginning or end of a line a tag was meant as one.
+    meant = {m.start() + m[0].index("<") for m in _TRIED.finditer(speech)}
     while (start := speech.find(_OPEN, max(end, start + 1))) >= 0:
-        begins = speech[start + len(_OPEN) :].lstrip()[:1]
-        if begins != {"tags": "{", "xml": "<"}[style] and not _tried(speech, start):
+        begins = _FIRST.match(speech, start + len(_OPEN))[1]
+        if begins != {"tags": "{", "xml": "<"}[style] and start not in meant:
             continue  # a word of the text
         call, stop = _value_at(speech, start + len(_OPEN), style)
         rest = speech[stop:].lstrip()
@@ -203,11 +207,6 @@ def _calls(
     if any(map(_TRIED.search, beside)):
         raise _MalformedError(f"a call stands between {_OPEN} and {_CLOSE}")
     return found, "".join(beside).strip()
-
-
-def _tried(speech: str, start: int) -> bool:
-    """Whether a tag at the beginning or end of a line was meant as one."""
-    return any(start in range(*m.span()) for m in _TRIED.finditer(speech))
 
 
 def _several(call: Any) -> bool:
@@ -249,7 +248,8 @@ def _decoded(text: str, start: int) -> tuple[Any, int]:
     try:
         return _DECODER.raw_decode(text, start)
     except json.JSONDecodeError as error:
-        shown = json.JSONDecodeError(error.msg, text[start:], error.pos - start)
+        read = text[start : error.pos]
+        shown = json.JSONDecodeError(error.msg, read, len(read))
         raise _MalformedError(f"the call is no JSON: {shown}") from error
     except (ValueError, RecursionError) as error:  # too large a number, too deep
         raise _MalformedError("the call is no JSON that can be read") from error
