@@ -7,6 +7,7 @@ from rollout_fakes import ScriptedPool, key
 from toy_stream import MEAN, weighted
 
 from thundersync_jax import GradientStream
+from thundersync_jax.config import LossConfig
 from thundersync_jax.metrics.learner_clock import Totals
 from thundersync_jax.rollout.events import Job
 from thundersync_jax.run.step import run_step
@@ -19,18 +20,20 @@ class FakeRun:
 
     def __init__(self, pool, first, bound=None, uniform_groups="replace", share=1.0):
         self.pool = pool
+        most = first if bound is None else bound
         self.config = types.SimpleNamespace(
+            loss=LossConfig(),
             partial_groups="drop",
             uniform_groups=uniform_groups,
+            most_replacements=most if uniform_groups == "replace" else 0,
             rollout=types.SimpleNamespace(
                 groups_per_step=first,
-                replacement_groups=bound,
                 failed_share_limit=share,
             ),
         )
         self.clock = types.SimpleNamespace(take=list, totals=Totals(0, 0.0))
         self.timeline = types.SimpleNamespace(add=lambda span: None)
-        self.groups = first + (first if bound is None else bound)
+        self.groups = first + most
         self.judged, self.teacher_tokens = True, 0
         self.compile_sampler = lambda: None
         self.samples = types.SimpleNamespace(
