@@ -24,8 +24,8 @@ def test_threads_decide_nothing_either():
     rewards = [[1, 1, 1, 1], [1, 0, 0, 1], [0, 0, 0, 0], [None] * 4, [1, 0, 0, 0]]
     rng = np.random.default_rng(0)
 
-    def environment(trajectory_key):
-        reward = rewards[trajectory_key.group][trajectory_key.member]
+    def environment(context):
+        reward = rewards[context.key.group][context.key.member]
         return FakeEnvironment(reward=after(0.03 * rng.random(), reward))
 
     for release in RELEASES * 2:
@@ -45,14 +45,14 @@ def test_a_lost_group_is_replaced_while_others_still_run():
     """Group 1 cannot end before group 2, which replaces group 0, has begun."""
     begun = asyncio.Event()
 
-    def environment(trajectory_key):
+    def environment(context):
         async def step():
-            if trajectory_key.group == 2:
+            if context.key.group == 2:
                 begun.set()
-            elif trajectory_key.group == 1:
+            elif context.key.group == 1:
                 await begun.wait()
 
-        right = trajectory_key.group == 0 or trajectory_key.member == 0
+        right = context.key.group == 0 or context.key.member == 0
         return FakeEnvironment(step=step, reward=float(right))
 
     with RolloutPool(FakeEngine(), environment, limits(), seed=0) as pool:
@@ -63,10 +63,10 @@ def test_a_lost_group_is_replaced_while_others_still_run():
 def test_what_the_deadline_costs_is_not_replaced():
     made = []
 
-    def environment(trajectory_key):
-        made.append(trajectory_key.group)
-        late = trajectory_key.group == 2 and trajectory_key.member == 3
-        reward = float(trajectory_key.group > 0 and trajectory_key.member == 0)
+    def environment(context):
+        made.append(context.key.group)
+        late = context.key.group == 2 and context.key.member == 3
+        reward = float(context.key.group > 0 and context.key.member == 0)
         return FakeEnvironment(step=never if late else None, reward=reward)
 
     with RolloutPool(
@@ -87,13 +87,11 @@ def test_a_step_records_its_own_members_alone():
     rng = np.random.default_rng(0)
     arrived = []
 
-    def environment(trajectory_key):
+    def environment(context):
         async def verify():
             await after(0.02 * rng.random(), None)()
-            arrived.append(trajectory_key)
-            return rewards[trajectory_key.step][trajectory_key.group][
-                trajectory_key.member
-            ]
+            arrived.append(context.key)
+            return rewards[context.key.step][context.key.group][context.key.member]
 
         return FakeEnvironment(reward=verify)
 
