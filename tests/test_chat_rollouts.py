@@ -6,18 +6,19 @@ import chat_folders
 import numpy as np
 import pytest
 from chat_folders import CALCULATOR
-from rollout_fakes import FakeEngine, FakeEnvironment, key, limits
+from rollout_fakes import FakeEngine, FakeEnvironment, FakeTeacher, key, limits
 from test_agent import InlineSampler
 
 from thundersync_jax.chat.base import conversation, pieces
 from thundersync_jax.chat.templates import TemplateChat
 from thundersync_jax.config import Config, LatencyConfig
 from thundersync_jax.envs.base import Action, Observation, TaskSet, WithLatency
+from thundersync_jax.errors import ConfigError
 from thundersync_jax.ops import losses
 from thundersync_jax.rollout.agent import Agent
 from thundersync_jax.rollout.commands import Commands, Stopped
 from thundersync_jax.rollout.recorder import Recorder
-from thundersync_jax.run import task_tokens
+from thundersync_jax.run import feed, task_tokens
 from thundersync_jax.run import tasks as run_tasks
 from thundersync_jax.stream import padding
 from thundersync_jax.types import Message, StopReason
@@ -374,3 +375,117 @@ def test_what_is_no_conversation_fails_that_attempt_by_name(qwen, said):
     told = r"start\(\) returned .*, expected the prompt's text"
     with pytest.raises(Stopped, match=told):
         play(qwen, FakeEnvironment(prompt=said), turns=[[1]])
+
+
+THOUGHTS = {"thinking_tokens": 4, "turn_tokens": 32}
+
+
+def thinking(chat, *texts):
+    """Ids of parts of turns; the last of a turn is ended."""
+    return [
+        chat.action(Action("answer", text.removesuffix("..."))).tolist()[
+            : -1 if text.endswith("...") else None
+        ]
+        for text in texts
+    ]
+
+
+@pytest.mark.parametrize("template_opens", [False, True])
+def test_a_thought_that_is_too_long_is_closed_and_the_turn_goes_on(
+    tmp_path, template_opens
+):
+    folder = chat_folders.write(tmp_path, "qwen3")
+    if template_opens:
+        file = folder / "chat_template.jinja"
+        opened = "{% if add_generation_prompt %}{{ '<think>\n' }}{% endif %}"
+        file.write_text(file.read_text() + opened)
+    chat = TemplateChat(folder, (CALCULATOR,))
+    start = "I add..." if template_opens else "<think>\nI..."
+    call = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "2+5"}}'
+    parts = thinking(chat, start, f"{call}\n</tool_call>", start, "7")
+    environment = Credited()
+    trajectory, engine = play(chat, environment, parts, **THOUGHTS)
+    first, second = environment.actions
+    thought = start.removesuffix("...").removeprefix("<think>").strip()
+    assert (first.kind, first.text, first.thought) == ("call", "2+5", thought)
+    assert (second.kind, second.text, second.thought) == ("answer", "7", thought)
+    closed = chat.decode(engine.requests[1].new_ids)
+    assert closed == "\n</think>\n\n"
+    assert trained(trajectory) == [token for part in parts for token in part]
+    # Credit is of the whole turn; the closing tokens have none.
+    mask, weights = trajectory.loss_mask, trajectory.turn_weights
+    assert set(weights[mask]) == {2.0} and set(weights[~mask]) == {1.0}
+    assert (trajectory.turns, trajectory.stop_reason) == (2, StopReason.FINISHED)
+    most = [request.max_new_tokens for request in engine.requests]
+    assert most == [4, 28, 4, 28]
+    seeds = [request.seed[6 - 1 :] for request in engine.requests]
+    assert seeds == [(0,), (0, 1), (1,), (1, 1)]
+
+
+def test_a_thought_that_ends_in_time_is_left_as_it_is(qwen):
+    """It only pauses: the recorded turn is one piece, and a stop text spans it."""
+    parts = thinking(qwen, "<think>a</think>", "7 </se...", "arch>...")
+    ended = [*parts[0][:-1], *parts[1]]
+    environment = Replies("")
+    trajectory, engine = play(
+        qwen,
+        environment,
+        [ended, parts[2]],
+        **THOUGHTS | {"stop_texts": ("</search>",)},
+    )
+    assert not len(engine.requests[1].new_ids)
+    (action,) = environment.actions
+    assert (action.text, action.thought) == ("7 </search>", "a")
+    assert trained(trajectory) == ended + parts[2]
+    assert trajectory.turns == 1
+
+
+def test_a_teacher_scores_what_was_sampled_before_and_behind_a_closed_thought(qwen):
+    parts = thinking(qwen, "<think>\nI...", "7")
+    engine = FakeEngine(lambda request, turn: parts[turn], context_tokens=1024)
+    turns = []
+
+    async def attempt():
+        agent = Agent(
+            key=key(),
+            task="a task",
+            make_environment=lambda _: Replies(""),
+            sampler=InlineSampler(engine),
+            commands=Commands(),
+            limits=limits(**LENGTHS | {"stop_ids": None} | THOUGHTS),
+            seed=3,
+            policy_version=0,
+            chat=qwen,
+            teacher=FakeTeacher(),
+            on_turn=turns.append,
+        )
+        return await agent.scored(await agent.act())
+
+    trajectory = asyncio.run(attempt())
+    np.testing.assert_array_equal(trajectory.teacher.known, trajectory.loss_mask)
+    assert [turn.turn for turn in turns] == [0, 1]
+    told = [(turn.start, len(turn.trajectory.ids)) for turn in turns]
+    assert told == feed.turns(trajectory)
+
+
+def test_a_thought_without_room_behind_it_ends_as_any_cut_action(qwen):
+    (start,) = thinking(qwen, "<think>\nI...")
+    closing = qwen.closing(np.array(start))
+    lengths = {"turn_tokens": 32, "thinking_tokens": len(start)}
+    # Without room for a token behind the closing ones, and with room for one.
+    for room, requests in ((len(closing), 1), (len(closing) + 1, 2)):
+        tokens = len(qwen.prompt("2+5")) + len(start) + room
+        lengths |= {"context_tokens": tokens}
+        lengths |= {"prefill_buckets": (tokens,), "gradient_buckets": (tokens,)}
+        environment = FakeEnvironment()
+        trajectory, engine = play(qwen, environment, [start, start[:1]], **lengths)
+        assert trajectory.stop_reason is StopReason.CONTEXT_OVERFLOW
+        assert len(engine.requests) == requests and not environment.actions
+        assert trained(trajectory) == start + start[:1] * (requests - 1)
+
+
+def test_a_bound_for_thoughts_needs_a_template_and_room():
+    with pytest.raises(ConfigError, match="thinking_tokens is 4 with byte-level"):
+        Config(rollout=limits(thinking_tokens=4))
+    with pytest.raises(ConfigError, match=r"thinking_tokens is 8 with .* 8"):
+        limits(thinking_tokens=8, turn_tokens=8)

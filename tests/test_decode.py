@@ -565,3 +565,16 @@ def test_a_stop_text_ends_the_turn_with_the_token_that_completes_it():
     (stopped,) = finish(engine).values()
     end = free.ids.tolist().index(first) + 1
     assert stopped.stopped and len(stopped.ids) == end
+
+
+def test_a_turn_that_pauses_samples_what_it_would_have():
+    """Nothing new stands between its parts, as behind a thought that ended in time."""
+    engine = make_engine()
+    engine.submit(turn("a", prompt(0), limit=12))
+    (free,) = finish(engine).values()
+    engine.submit(turn("b", prompt(0), limit=5))
+    (first,) = finish(engine).values()
+    engine.submit(turn("b", prompt(0)[:0], limit=7))
+    (second,) = finish(engine).values()
+    found = np.concatenate([first.ids, second.ids])
+    np.testing.assert_array_equal(found, free.ids)

@@ -60,6 +60,12 @@ class Chat(Protocol):
         A `whole` one was ended by a text of its own and has none.
         """
 
+    def closing(self, ids: np.ndarray) -> np.ndarray:
+        """Returns int32[N], what closes the thought in which sampled ids end, if any.
+
+        Empty where they end in none.
+        """
+
     def decode(self, ids: np.ndarray) -> str:
         """Returns text to look at."""
 
@@ -124,6 +130,10 @@ class StopTexts:
 
     texts: tuple[str, ...]
     decode: Callable[[np.ndarray], str]  # of ids, as `Chat.decode`
+    # Of the same action, sampled before and without any of the texts.
+    before: np.ndarray = dataclasses.field(
+        default_factory=lambda: np.zeros(0, np.int32), compare=False
+    )
 
     def end(self, ids: np.ndarray, seen: int = 0) -> int | None:
         """How many of int[N] ids it takes to have one of the texts; None where none is.
@@ -133,6 +143,8 @@ class StopTexts:
         """
         # A token has a byte of the text at least; decoders drop a space at a beginning.
         reach = max(len(text.encode()) for text in self.texts) + _MARGIN_TOKENS
+        before = len(self.before)
+        ids, seen = np.concatenate([self.before, ids]), before + seen
         start = max(0, seen - reach)
 
         def has(end: int) -> bool:
@@ -141,7 +153,8 @@ class StopTexts:
 
         if not has(len(ids)):
             return None
-        return next(end for end in range(seen + 1, len(ids) + 1) if has(end))
+        end = next(end for end in range(seen + 1, len(ids) + 1) if has(end))
+        return end - before
 
 
 class Piece(NamedTuple):

@@ -219,6 +219,13 @@ class TemplateChat:
         action = tool_calls.read(text, self._style, self._tools, thinking)
         return dataclasses.replace(action, ids=sampled)
 
+    def closing(self, ids: np.ndarray) -> np.ndarray:
+        text = self.decode(ids)
+        if not tool_calls.thinks(text, self._thinks):
+            return np.zeros(0, np.int32)
+        line = "" if text.endswith("\n") else "\n"
+        return self._encode(f"{line}{tool_calls.THOUGHT}\n\n")
+
     def decode(self, ids: np.ndarray) -> str:
         """Text with all marks, unknown ids by number; ValueError of a negative one."""
         ids = np.asarray(ids, np.int64).tolist()

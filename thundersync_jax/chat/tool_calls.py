@@ -19,10 +19,10 @@ from thundersync_jax.types import Action, Call
 
 Style = Literal["tags", "xml", "json"]
 PYTHON_TAG = "<|python_tag|>"  # what Llama may open a call with
-THINK, _THOUGHT = "<think>", "</think>"
+THINK, THOUGHT = "<think>", "</think>"
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 # Behind a thought whose beginning nobody saw stands another line, or what it led to.
-_THOUGHT_END = re.compile(re.escape(_THOUGHT) + r"(?=\s*\n|\s*$|[\w{<])")
+_THOUGHT_END = re.compile(re.escape(THOUGHT) + r"(?=\s*\n|\s*$|[\w{<])")
 _TRIED = re.compile(r"^[ \t]*</?tool_call>|</?tool_call>[ \t]*$", re.MULTILINE)
 _FIRST = re.compile(r"\s*(.?)", re.DOTALL)
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>\s*")
@@ -81,6 +81,11 @@ def read(
     return Action("call", good.text, name=good.name, arguments=good.arguments, **said)
 
 
+def thinks(text: str, thinking: bool) -> bool:
+    """Whether the beginning of a turn ends in the middle of its thought."""
+    return (thinking or text.lstrip().startswith(THINK)) and THOUGHT not in text
+
+
 def write(name: str, arguments: Mapping[str, Any], style: Style) -> str:
     """Returns the call as a policy would sample it."""
     if style == "xml":
@@ -125,9 +130,9 @@ def named(action: Action, tools: Sequence[Mapping[str, Any]]) -> Action:
 def _apart(text: str, style: Style | None, thinking: bool) -> tuple[str, str]:
     """The thought and the speech of a turn; a thought may hold calls."""
     # Looking for them takes long where a turn repeats a tag without end.
-    inside = [*_spans(text, style)] if style and _THOUGHT in text else []
+    inside = [*_spans(text, style)] if style and THOUGHT in text else []
     opened = text.lstrip().startswith(THINK)
-    end = re.compile(re.escape(_THOUGHT)) if opened or thinking else _THOUGHT_END
+    end = re.compile(re.escape(THOUGHT)) if opened or thinking else _THOUGHT_END
     for match in end.finditer(text):
         if not any(start <= match.start() < stop for start, stop in inside):
             thought = text[: match.start()].strip().removeprefix(THINK)

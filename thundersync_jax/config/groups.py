@@ -59,6 +59,7 @@ class RolloutConfig:
     temperature: float = 1.0  # of sampling and of the trained log-probabilities
     context_tokens: int = 96  # longest trajectory, prompt included
     turn_tokens: int = 24  # longest action
+    thinking_tokens: int | None = None  # of an action; its thought is closed then
     turns: int = 3  # most actions of a trajectory
     stop_ids: tuple[int, ...] | None = None  # end an action; none: the tokenizer's
     stop_texts: tuple[str, ...] = ()  # end an action too, which has them
@@ -94,7 +95,12 @@ class RolloutConfig:
         sizes += ["verify_timeout_secs", "step_timeout_secs"]
         sizes += ["verify_concurrency", "attempts", "mismatch_warning"]
         sizes += ["close_timeout_secs", "blocked_secs", "retry_secs", "outage_secs"]
-        sizes += ["replacement_groups", "environments", "start_timeout_secs"]
+        sizes += [
+            "thinking_tokens",
+            "replacement_groups",
+            "environments",
+            "start_timeout_secs",
+        ]
         positive(self, "rollout.", sizes)
         share(self, "rollout.", ["failed_share_limit", "start_fault_share"])
         require(
@@ -109,6 +115,13 @@ class RolloutConfig:
             f"{self.context_tokens}",
             "room for a prompt beside an action",
             "Lower rollout.turn_tokens or raise rollout.context_tokens.",
+        )
+        require(
+            (self.thinking_tokens or 0) < self.turn_tokens,
+            f"rollout.thinking_tokens is {self.thinking_tokens} with "
+            f"rollout.turn_tokens {self.turn_tokens}",
+            "room for an answer behind the thought",
+            "Lower rollout.thinking_tokens or raise rollout.turn_tokens.",
         )
         ids = self.stop_ids or ()
         require(

@@ -123,6 +123,12 @@ def check_tokens(
             f"{'none' if idle is None else repr(idle)}: only templates use it",
             f"Leave chat.{name} out, or set model.path to a folder with a template.",
         )
+    require(
+        rollout.thinking_tokens is None or not in_bytes,
+        f"rollout.thinking_tokens is {rollout.thinking_tokens} with byte-level tokens",
+        "none: they know no thoughts",
+        "Leave it out, or set model.path to a folder with a template.",
+    )
     if ids is None:
         return
     require(

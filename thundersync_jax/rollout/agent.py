@@ -12,10 +12,7 @@ import contextlib
 import dataclasses
 import itertools
 import time
-from collections.abc import (
-    AsyncIterator,
-    Callable,
-)
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +21,7 @@ import numpy as np
 from thundersync_jax.chat.base import Chat, StopTexts
 from thundersync_jax.chat.byte_level import ByteLevel
 from thundersync_jax.config import RolloutConfig
-from thundersync_jax.engines.base import Connection, Request
+from thundersync_jax.engines.base import Connection, Request, Response
 from thundersync_jax.envs.base import Action, Context, Deadlines, Environment
 from thundersync_jax.errors import one_line
 from thundersync_jax.rollout import observations
@@ -91,6 +88,7 @@ class Agent:
         # Without the attempt: a retry samples the tokens that the first try would have.
         self._seed = (self.seed, PHASES[key.phase], key.step, key.group, key.member)
         self._scorer: TurnScorer | None = None
+        self._segments = 0  # sent to the teacher so far: of a turn one, or two
         self._deadline_secs = 0.0  # on the event loop's clock
         limit_secs = self.limits.trajectory_timeout_secs
         own = self.deadlines or Deadlines()
@@ -221,12 +219,9 @@ class Agent:
                 self.teacher, self.session, self.recorder, self._on_scored, self._hurry
             )
         for turn in range(limits.turns):
-            action = await self._act_once(turn, ids, min(limits.turn_tokens, room))
-            if action is None:
-                # The cut action is not run. Cut by the context's end rather than the
-                # turn's own limit, it is the context that was too short.
-                length = limits.turn_tokens <= room
-                return StopReason.LENGTH if length else StopReason.CONTEXT_OVERFLOW
+            action = await self._act_once(turn, ids, room)
+            if isinstance(action, StopReason):
+                return action
             observation = await self.moves.respond(turn, action)
             if observation is None:
                 return StopReason.POLICY_FAULT
@@ -249,28 +244,29 @@ class Agent:
         raise AssertionError("rollout.turns is at least 1")
 
     async def _act_once(
-        self, turn: int, new_ids: np.ndarray, max_new_tokens: int
-    ) -> Action | None:
-        """Samples and records one action; None where its cut ends the trajectory."""
-        limits = self.limits
+        self, turn: int, new_ids: np.ndarray, room: int
+    ) -> Action | StopReason:
+        """Samples and records one action, or says how its cut ends the trajectory."""
+        limits, most = self.limits, min(self.limits.turn_tokens, room)
+        thinking = min(limits.thinking_tokens or most, most)
         self.moves.doing = f"decoding of turn {turn}"
-        request = Request(
-            session=self.session,
-            new_ids=new_ids,
-            max_new_tokens=max_new_tokens,
-            stop_ids=self._stop_ids,
-            temperature=self.temperature,
-            seed=(*self._seed, turn),
-            stop_texts=self._stop_texts,
-        )
         start = time.monotonic()
         try:
-            response = await self.sampler.sample(request)
-            ids = response.ids
-            self.recorder.action(ids, response.logprobs, response.policy_version)
-            self._score(turn, len(new_ids), len(ids))
+            response = await self._sample(turn, new_ids, thinking)
+            parts = [(new_ids, response)]
+            if not response.stopped and thinking < most:
+                closing = self.chat.closing(response.ids)
+                room -= len(closing)
+                if (left := min(limits.turn_tokens, room) - thinking) > 0:
+                    before = () if len(closing) else response.ids
+                    response = await self._sample(turn, closing, left, before, 1)
+                    parts.append((closing, response))
+            ids = self._record(parts)
             if not response.stopped and limits.cut_actions == "end":
-                return None
+                # The cut action is not run. Cut by the context's end rather than the
+                # turn's own limit, it is the context that was too short.
+                length = limits.turn_tokens <= room
+                return StopReason.LENGTH if length else StopReason.CONTEXT_OVERFLOW
             by_text = response.stopped and ids[-1] not in self._stop_ids
             return self.chat.parse(ids, self._stop_ids, by_text)
         except ValueError as error:
@@ -279,14 +275,61 @@ class Agent:
         finally:
             self.moves.span("rollout", "decode", start)
 
-    def _score(self, turn: int, new_tokens: int, action_tokens: int) -> None:
-        """Sends the latest action to the teacher; nobody waits for the answer here."""
+    async def _sample(
+        self,
+        turn: int,
+        new_ids: np.ndarray,
+        most: int,
+        before: Sequence[int] = (),
+        *part: int,
+    ) -> Response:
+        """Samples a turn, or the part of one that follows `before`."""
+        texts = self._stop_texts
+        if texts is not None and len(before):
+            texts = dataclasses.replace(texts, before=before)
+        request = Request(
+            session=self.session,
+            new_ids=new_ids,
+            max_new_tokens=most,
+            stop_ids=self._stop_ids,
+            temperature=self.temperature,
+            seed=(*self._seed, turn, *part),
+            stop_texts=texts,
+        )
+        return await self.sampler.sample(request)
+
+    def _record(self, parts: list[tuple[np.ndarray, Response]]) -> np.ndarray:
+        """Records an action and sends it to the teacher; returns all of its ids.
+
+        It has two parts where its thought was cut, and between them what closed it.
+        """
+        (new_ids, first), *rest = parts
+        whole = np.concatenate([first.ids, *(x for n, r in rest for x in (n, r.ids))])
+        if rest and not len(rest[0][0]):  # no more than a pause
+            logprobs = [response.logprobs for _, response in parts]
+            last = rest[0][1]
+            joined = dataclasses.replace(
+                last, ids=whole, logprobs=np.concatenate(logprobs)
+            )
+            parts = [(new_ids, joined)]
+        for number, (new, part) in enumerate(parts):
+            if number:
+                self.recorder.observation(new)
+            version = part.policy_version
+            self.recorder.action(part.ids, part.logprobs, version, goes_on=number > 0)
+            self._score(len(new), len(part.ids))
+        return whole
+
+    def _score(self, new_tokens: int, action_tokens: int) -> None:
+        """Sends the latest tokens to the teacher; nobody waits for the answer here."""
         if self._scorer is not None:
             trajectory = self.recorder.trajectory(None)
             end = len(trajectory.ids)
             start = end - action_tokens - new_tokens
             positions = np.arange(end - action_tokens, end, dtype=np.int32)
-            self._scorer.add(Turn(self.key, turn, start, trajectory), positions)
+            turn = Turn(self.key, self._segments, start, trajectory)
+            self._scorer.add(turn, positions)
+            self._segments += 1
 
     def _on_scored(self, turn: Turn, start_secs: float) -> None:
         """Tells of a turn, the scores of its trajectory being in."""

@@ -27,6 +27,7 @@ class Recorder:
         self.policy_version = policy_version
         self.turns = 0
         self.length = 0
+        self._turn = 0  # index of the first piece of the latest action
         self._ids: list[np.ndarray] = []
         self._logprobs: list[np.ndarray] = []
         self._trained: list[bool] = []
@@ -39,8 +40,12 @@ class Recorder:
         ids: Ids,
         logprobs: Sequence[float] | np.ndarray,
         policy_version: int,
+        goes_on: bool = False,
     ) -> None:
         """Appends sampled tokens, a stop token included: the trained ones.
+
+        One that `goes_on` is the rest of the latest action, behind what was put into
+        it.
 
         Raises:
           ValueError: Another policy version, no tokens, or log-probabilities that are
@@ -65,7 +70,9 @@ class Recorder:
                 f"{logprobs.tolist()}; expected finite numbers of at most 0, every id "
                 "was sampled."
             )
-        self.turns += 1
+        if not goes_on:
+            self.turns += 1
+            self._turn = len(self._ids)
         self._append(ids, logprobs)
 
     def observation(self, ids: Ids) -> None:
@@ -99,8 +106,9 @@ class Recorder:
 
     def credit(self, weight: float, credit: float) -> None:
         """Gives the latest action the advantage A * weight + credit."""
-        last = len(self._trained) - 1 - self._trained[::-1].index(True)
-        self._credits[last] = weight, credit
+        for piece in range(self._turn, len(self._trained)):
+            if self._trained[piece]:
+                self._credits[piece] = weight, credit
 
     def score(self, positions: np.ndarray, scored: Scored) -> None:
         """Keeps what a teacher says of recorded positions, of each of them once.
