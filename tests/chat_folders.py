@@ -77,6 +77,65 @@ QWEN3 = (
 """
 )
 
+# Calls in XML, whose values are texts; tools in XML too, by a macro.
+CODER = """\
+{% macro shown(field) %}
+    {%- for key in field if key not in ['name', 'properties'] %}
+        {{- '\\n<' ~ key ~ '>' ~ (field[key] | string) ~ '</' ~ key ~ '>' }}
+    {%- endfor %}
+{% endmacro %}
+{%- set rest = messages %}
+{%- if messages[0].role == 'system' %}
+    {%- set system, rest = messages[0].content, messages[1:] %}
+{%- elif tools is iterable and tools | length > 0 %}
+    {%- set system = 'You compute.' %}
+{%- endif %}
+{%- if system is defined %}
+    {{- '<|im_start|>system\\n' + system }}
+    {%- if tools is iterable and tools | length > 0 %}
+        {{- '\\n\\n<tools>' }}
+        {%- for tool in tools %}
+            {%- if tool.function is defined %}{% set tool = tool.function %}{% endif %}
+            {{- '\\n<function>\\n<name>' ~ tool.name ~ '</name>\\n<parameters>' }}
+            {%- for name, field in tool.parameters.properties | items %}
+                {{- '\\n<parameter>\\n<name>' ~ name ~ '</name>' ~ shown(field) }}
+                {{- '\\n</parameter>' }}
+            {%- endfor %}
+            {{- '\\n</parameters>\\n</function>' }}
+        {%- endfor %}
+        {{- '\\n</tools>\\n\\n<tool_call>\\n<function=name>\\n<parameter=a>' }}
+        {{- '\\nvalue\\n</parameter>\\n</function>\\n</tool_call>' }}
+    {%- endif %}
+    {{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in rest %}
+    {%- if message.role == 'assistant' and message.tool_calls %}
+        {{- '<|im_start|>assistant' }}
+        {%- for call in message.tool_calls %}
+            {{- '\\n<tool_call>\\n<function=' + call.function.name + '>\\n' }}
+            {%- for name, value in call.function.arguments | items %}
+                {{- '<parameter=' + name + '>\\n' }}
+                {{- value | tojson if value is mapping else value | string }}
+                {{- '\\n</parameter>\\n' }}
+            {%- endfor %}
+            {{- '</function>\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- elif message.role == 'tool' %}
+        {%- if loop.previtem and loop.previtem.role != 'tool' %}
+            {{- '<|im_start|>user\\n' }}
+        {%- endif %}
+        {{- '<tool_response>\\n' + message.content + '\\n</tool_response>\\n' }}
+        {%- if loop.last or loop.nextitem.role != 'tool' %}
+            {{- '<|im_end|>\\n' }}
+        {%- endif %}
+    {%- else %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
+"""
+
 # A first token, today's date, tools in the user's message, answers of tools as JSON.
 LLAMA3 = """\
 {{- bos_token }}
@@ -129,6 +188,7 @@ _SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\
 FAMILIES = {
     "qwen2": (QWEN2, _QWEN_MARKS, _QWEN_WORDS[:2], ("<|im_end|>", "<|endoftext|>")),
     "qwen3": (QWEN3, _QWEN_MARKS, _QWEN_WORDS, ("<|im_end|>", "<|endoftext|>")),
+    "coder": (CODER, _QWEN_MARKS, _QWEN_WORDS[:2], ("<|im_end|>", "<|endoftext|>")),
     "llama3": (LLAMA3, _LLAMA_MARKS, (), ("<|end_of_text|>", "<|eom_id|>")),
     "no_tools": (NO_TOOLS, _QWEN_MARKS, (), ("<|im_end|>",)),
 }

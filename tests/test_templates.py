@@ -19,13 +19,15 @@ from thundersync_jax.chat.templates import TemplateChat, open_chat
 from thundersync_jax.config import ChatConfig
 from thundersync_jax.envs.base import Action
 from thundersync_jax.errors import ConfigError
-from thundersync_jax.types import Message
+from thundersync_jax.types import Call, Message
 
 TOOLS = (CALCULATOR,)
-WITH_TOOLS = ["qwen2", "qwen3", "llama3"]
+WITH_TOOLS = {"qwen2": "tags", "qwen3": "tags", "coder": "xml", "llama3": "json"}
 CALLS = {
     "tags": '<tool_call>\n{"name": "calculator", "arguments": {"expression": "1+2"}}'
     "\n</tool_call>",
+    "xml": "<tool_call>\n<function=calculator>\n<parameter=expression>\n1+2\n"
+    "</parameter>\n</function>\n</tool_call>",
     "json": '{"name": "calculator", "parameters": {"expression": "1+2"}}',
 }
 
@@ -70,7 +72,7 @@ def test_observation_is_the_tools_message_and_the_next_turn(folders, family, exp
 
 
 @pytest.mark.parametrize("with_tools", [False, True])
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama3", "no_tools"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "coder", "llama3", "no_tools"])
 def test_what_answers_no_call_is_said_by_the_user(folders, family, with_tools):
     if with_tools and family == "no_tools":
         return
@@ -98,7 +100,7 @@ def test_where_nobody_may_speak_after_a_tool_the_user_does(tmp_path):
 @pytest.mark.parametrize("family", WITH_TOOLS)
 def test_action_reads_as_what_was_rendered(folders, family):
     chat = TemplateChat(folders[family], TOOLS)
-    style = "json" if family == "llama3" else "tags"
+    style = WITH_TOOLS[family]
     call = chat.action(Action("call", "1+2"))
     assert chat.decode(call[:-1]) == CALLS[style]
     parsed = chat.parse(call, chat.stop_ids)
@@ -572,3 +574,55 @@ def test_a_malformed_file_is_refused_by_name(tmp_path, change, match, tools):
     with pytest.raises(ConfigError, match=match) as refusal:
         open_chat(folder, tools=tools)
     assert "\n" not in str(refusal.value)
+
+
+VALUES = {"query": "a <b>\n</parameter> é", "n": 3, "deep": {"x": [1, "2"]}, "on": True}
+SEARCH = {
+    "name": "search",
+    "parameters": {
+        "type": "object",
+        "properties": {
+            "query": {"type": "string"},
+            "n": {"type": "integer"},
+            "deep": {"type": "object"},
+            "on": {"type": "boolean"},
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("family", WITH_TOOLS)
+def test_several_calls_are_written_and_read_with_the_types_of_their_schema(
+    folders, family
+):
+    chat = TemplateChat(folders[family], (*TOOLS, SEARCH))
+    calls = (
+        Call("a", "search", VALUES, ""),
+        Call("b", "calculator", {"expression": "1+2"}, "1+2"),
+    )
+    ids = chat.action(Action("call", "", calls=calls))
+    action = chat.parse(ids, chat.stop_ids)
+    found = [(call.name, call.arguments) for call in action.calls]
+    assert found == [(call.name, call.arguments) for call in calls]
+    assert (action.kind, action.name, action.ids) == (
+        "call",
+        "search",
+        tuple(ids.tolist()),
+    )
+    told = [Message("tool", "nineteen", "a"), Message("tool", "three", "b")]
+    shown = chat.decode(chat.observation(told))
+    assert shown.index("nineteen") < shown.index("three")
+
+
+def test_calls_in_xml_are_those_of_the_template(folders):
+    """In the template's own words, of which the JSON reader took none
+    (modelscope/ms-swift#5603)."""
+    chat = TemplateChat(folders["coder"], TOOLS)
+    function = {"name": "calculator", "arguments": {"expression": "1+2"}}
+    answered = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": function}]},
+    ]
+    text = chat._render(answered, add_generation_prompt=False)
+    written = chat.decode(chat.action(Action("call", "1+2")))
+    assert text.endswith(f"<|im_start|>assistant\n{written}\n")
