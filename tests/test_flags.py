@@ -3,18 +3,21 @@
 import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import hypothesis
 import pytest
+from hypothesis import strategies as st
 
 import thundersync_jax
 from thundersync_jax.__main__ import COMMANDS, main
 from thundersync_jax.config import Config
-from thundersync_jax.config.settings import settings
+from thundersync_jax.config.settings import parse, settings, to_text
 from thundersync_jax.errors import ConfigError, StreamError
 from thundersync_jax.flags import Flag, load_config, run
 
@@ -568,3 +571,12 @@ def test_an_error_while_a_thread_compiles_keeps_its_status(name):
     )
     assert ended.returncode == 2 and ended.stderr == "ConfigError: wrong\n"
     assert ended.stdout == '{"error": "wrong", "kind": "ConfigError"}\n'
+
+
+@hypothesis.given(st.lists(st.text(max_size=4), max_size=3).map(tuple))
+def test_texts_with_commas_are_typed_as_a_list_in_json(texts):
+    (setting,) = (s for s in settings(Config()) if s.name == "rollout.stop_texts")
+    typed = to_text(texts)
+    assert parse(typed, setting) == texts
+    if all(re.fullmatch(r"[a-z</>=]+", text) for text in texts):
+        assert typed == ",".join(texts)

@@ -6,6 +6,7 @@ import difflib
 import functools
 import inspect
 import io
+import json
 import math
 import textwrap
 import tokenize
@@ -116,7 +117,11 @@ def to_text(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple):
-        return ",".join(to_text(element) for element in value)
+        text = ",".join(to_text(element) for element in value)
+        texts = any(isinstance(element, str) for element in value)
+        if texts and _parse(text, tuple[str, ...])[1] != value:
+            return json.dumps(value, ensure_ascii=False)
+        return text
     return str(value)
 
 
@@ -265,6 +270,8 @@ def _parse(text: str, annotation: Any) -> tuple[bool, Any]:
                 return True, value
         return False, None
     if origin is tuple:
+        if arguments[0] is str and (listed := _listed(text)) is not None:
+            return True, listed
         parts = [part.strip() for part in text.strip("()[] ").split(",")]
         parsed = [_parse(part, arguments[0]) for part in parts if part]
         return all(ok for ok, _ in parsed), tuple(value for _, value in parsed)
@@ -278,6 +285,16 @@ def _parse(text: str, annotation: Any) -> tuple[bool, Any]:
         except ValueError:
             return False, None
     return annotation is str, text
+
+
+def _listed(text: str) -> tuple[str, ...] | None:
+    """Texts with commas or spaces of their own, as a list in JSON."""
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    texts = isinstance(values, list) and all(isinstance(v, str) for v in values)
+    return tuple(values) if texts else None
 
 
 @functools.cache
