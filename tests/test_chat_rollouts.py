@@ -489,3 +489,52 @@ def test_a_bound_for_thoughts_needs_a_template_and_room():
         Config(rollout=limits(thinking_tokens=4))
     with pytest.raises(ConfigError, match=r"thinking_tokens is 8 with .* 8"):
         limits(thinking_tokens=8, turn_tokens=8)
+
+
+SAID = Message("user", "b")
+
+
+@pytest.mark.parametrize(
+    ("observation", "expected"),
+    [
+        (Observation("a", role="judge"), "'judge', expected a role of system, user"),
+        (Observation("a", role=5), "5, expected a role of"),
+        (
+            Observation(messages=(Message("ipython", "a"),)),
+            "'ipython', expected a role",
+        ),
+        (Observation(messages=(SAID, "a")), "messages that are a Message each"),
+        (Observation(messages=(Message("user", None),)), "messages with text"),
+        (Observation(messages=(Message("tool", "a", 3),)), "a text as call_id"),
+        (Observation(messages=5), "an Observation with messages"),
+        (Observation("a", messages=(SAID,)), "a text or messages, and got both"),
+    ],
+)
+def test_an_observation_nobody_can_say_fails_that_trajectory(
+    qwen, observation, expected
+):
+    class Wrong(FakeEnvironment):
+        async def step(self, action):
+            return observation
+
+    turns = [qwen.action(Action("answer", "7"))] * 2
+    with pytest.raises(Stopped, match=expected) as stopped:
+        play(qwen, Wrong(), turns)
+    assert stopped.value.stop_reason is StopReason.ENVIRONMENT_ERROR
+
+
+def test_the_answer_of_a_call_has_its_id(qwen):
+    """Also where the turn makes one call alone."""
+    shown = []
+
+    class Chat(TemplateChat):
+        def observation(self, messages, ended=True):
+            shown.append(messages)
+            return super().observation(messages, ended)
+
+    chat = Chat(qwen._folder, (CALCULATOR,))
+    turns = [chat.action(Action("call", "2+5")), chat.action(Action("answer", "7"))]
+    environment = FakeEnvironment()
+    play(chat, environment, turns)
+    call = environment.actions[0]
+    assert call.call_id and list(shown[0]) == [Message("tool", "2", call.call_id)]

@@ -135,6 +135,7 @@ def test_action_knows_what_was_sampled_and_is_compared_without_it(ids):
     action = parse_action(np.array(ids, np.int32))
     assert action.ids == tuple(ids)
     assert all(type(i) is int for i in action.ids)
+    assert action.raw == byte_level.decode(ids).removesuffix("<end>")
     plain = Action(action.kind, action.text)
     assert (action, hash(action), repr(action)) == (plain, hash(plain), repr(plain))
 

@@ -56,6 +56,7 @@ def test_one_call_is_read(style, text):
     action = tool_calls.read(text, style, TOOLS)
     assert (action.kind, action.text, action.name) == ("call", "1+2", "calculator")
     assert action.arguments == {"expression": "1+2"}
+    assert action.call_id == action.calls[0].id
 
 
 def test_several_arguments_are_their_json():

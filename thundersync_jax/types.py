@@ -232,7 +232,7 @@ class Action:
       call_id: The call among them that the environment is asked for.
       speech: Text beside the calls.
       thought: What was thought before, without its tags.
-      raw: The whole turn as text.
+      raw: The whole turn as text, without its end token.
     """
 
     kind: str

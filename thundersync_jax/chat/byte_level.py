@@ -150,11 +150,12 @@ def parse_action(
     sampled, kind = tuple(ids.tolist()), "answer"
     ended = len(ids) > 0 and ids[-1] in stop_ids
     body = ids[:-1] if ended else ids
+    raw = decode(body)
     if len(body) and body[0] == CALL:
         kind, body = "call", body[1:]
     if not (ended or whole) or np.any(body >= BYTES):
-        return Action("malformed", decode(ids), sampled)
-    return Action(kind, decode(body), sampled)
+        return Action("malformed", decode(ids), sampled, raw=raw)
+    return Action(kind, decode(body), sampled, raw=raw)
 
 
 def _join(first: int | None, text: str, last: int) -> np.ndarray:

@@ -214,7 +214,8 @@ class TemplateChat:
         opened = self._style == "json" and len(body) > 0 and body[0] == tag
         inside = body[1:] if opened else body
         if not (ended or whole) or np.any(self.special(inside)):
-            return Action("malformed", self.decode(ids), sampled)
+            raw = self.decode(body)
+            return Action("malformed", self.decode(ids), sampled, raw=raw)
         text, thinking = self.decode(body), self._thinks
         action = tool_calls.read(text, self._style, self._tools, thinking)
         return dataclasses.replace(action, ids=sampled)

@@ -78,7 +78,7 @@ def read(
     good = next((call for call in said["calls"] if not call.problem), None)
     if good is None:
         return Action("malformed", text, problem=said["calls"][0].problem, **said)
-    return Action("call", good.text, name=good.name, arguments=good.arguments, **said)
+    return Action("call", good.text, **said).one(good)
 
 
 def thinks(text: str, thinking: bool) -> bool:

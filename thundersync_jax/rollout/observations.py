@@ -6,7 +6,7 @@ Whatever is wrong with it is a `Stopped` that names the command it comes from.
 import asyncio
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -33,9 +33,16 @@ def checked(observation: Any, command: str) -> Observation:
     """An observation with texts and finite numbers."""
     _expect(observation, Observation, command, "an Observation")
     _expect(observation.text, str, command, "an Observation with text")
+    _expect(observation.messages, Sequence, command, "an Observation with messages")
     for message in observation.messages:
         _expect(message, Message, command, "messages that are a Message each")
         _expect(message.content, str, command, "messages with text")
+        _expect(message.call_id, str, command, "messages with a text as call_id")
+    for role in (observation.role, *(said.role for said in observation.messages)):
+        if role not in (*base.ROLES, None):
+            _refuse(role, command, f"a role of {', '.join(base.ROLES)}")
+    if observation.text and observation.messages:
+        _refuse(observation.text, command, "a text or messages, and got both")
     for name in ("weight", "credit"):
         value = getattr(observation, name)
         if envs.finite(value) is None:
@@ -115,10 +122,14 @@ async def fitting(
 
 def _expect(value: Any, kind: type, command: str, expected: str) -> None:
     if not isinstance(value, kind):
-        raise Stopped(
-            StopReason.ENVIRONMENT_ERROR,
-            f"{command} returned {envs.short(value)}, expected {expected}",
-        )
+        _refuse(value, command, expected)
+
+
+def _refuse(value: Any, command: str, expected: str) -> NoReturn:
+    raise Stopped(
+        StopReason.ENVIRONMENT_ERROR,
+        f"{command} returned {envs.short(value)}, expected {expected}",
+    )
 
 
 def _text(text: str) -> str:
