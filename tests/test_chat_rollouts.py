@@ -538,3 +538,42 @@ def test_the_answer_of_a_call_has_its_id(qwen):
     play(chat, environment, turns)
     call = environment.actions[0]
     assert call.call_id and list(shown[0]) == [Message("tool", "2", call.call_id)]
+
+
+def test_an_environment_cuts_a_long_text_in_tokens(qwen):
+    engine = FakeEngine(
+        lambda request, turn: qwen.action(Action("answer", "7")), context_tokens=1024
+    )
+    text = "first line\n" + "line of output\n" * 9000 + "last line"
+    seen = []
+
+    class Cutting(FakeEnvironment):
+        def __init__(self, context):
+            super().__init__()
+            self.context = context
+
+        async def step(self, action):
+            seen.append(self.context.cut(text, 100))
+            assert self.context.cut("short", 100) == "short"
+            assert self.context.cut(text, 3) == ""
+            return Observation(seen[-1], done=True)
+
+    async def attempt():
+        agent = Agent(
+            key=key(),
+            task="a task",
+            make_environment=Cutting,
+            sampler=InlineSampler(engine),
+            commands=Commands(),
+            limits=limits(**LENGTHS | {"stop_ids": None}),
+            seed=3,
+            policy_version=0,
+            chat=qwen,
+        )
+        return await agent.act()
+
+    asyncio.run(attempt())
+    (shown,) = seen
+    assert 60 <= len(qwen.observation(shown)) <= 100
+    assert shown.startswith("first line\n") and shown.endswith("last line")
+    assert "characters left out]" in shown

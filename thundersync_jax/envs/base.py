@@ -57,6 +57,9 @@ class Context:
     root: Path | None
     remaining_secs: Callable[[], float]  # until the agent's deadline
     remaining_tokens: Callable[[], int]  # of the context
+    # (text, tokens) -> the text, or its head and tail where it takes more than so many
+    # as an observation; empty where not even a line fits.
+    cut: Callable[[str, int], str]
 
     def __post_init__(self):
         self._lines: list[str] = []

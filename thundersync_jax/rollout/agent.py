@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from thundersync_jax.chat.base import Chat, StopTexts
+from thundersync_jax.chat.base import Chat, StopTexts, cut
 from thundersync_jax.chat.byte_level import ByteLevel
 from thundersync_jax.config import RolloutConfig
 from thundersync_jax.engines.base import Connection, Request, Response
@@ -101,6 +101,7 @@ class Agent:
             root=self.folder,
             remaining_secs=self._left_secs,
             remaining_tokens=self._left_tokens,
+            cut=self._cut,
         )
         self.moves = Moves(
             context,
@@ -174,6 +175,9 @@ class Agent:
     def _left_tokens(self) -> int:
         used = 0 if self.recorder is None else self.recorder.length
         return self.limits.context_tokens - used
+
+    def _cut(self, text: str, most: int) -> str:
+        return cut(text, most, lambda shown: len(self.chat.observation(shown)))
 
     def release(self) -> None:
         """Frees engine and teacher of an attempt that somebody else ends."""
