@@ -26,6 +26,7 @@ from thundersync_jax.errors import ConfigError
 from thundersync_jax.types import (
     LARGEST_REWARD,
     Action,
+    Message,
     Observation,
     TrajectoryKey,
     Verdict,
@@ -96,6 +97,10 @@ def make(environment: Callable[..., "Environment"], context: Context) -> "Enviro
     return environment(context=context) if asks else environment()
 
 
+# What the user says, or a conversation; its messages may be mappings.
+Prompt = str | Sequence[Message | Mapping[str, str]]
+
+
 class Environment(Protocol):
     """One attempt at one task. A fresh instance serves every attempt.
 
@@ -104,7 +109,7 @@ class Environment(Protocol):
     `sees_malformed = True`, where it answers malformed calls itself.
     """
 
-    async def start(self, task: Any) -> str:
+    async def start(self, task: Any) -> Prompt:
         """Sets the task up and returns the prompt."""
 
     async def step(self, action: Action) -> Observation:
@@ -126,7 +131,7 @@ class TaskSet:
       heldout: Tasks for evaluation only.
       environment: Makes a fresh environment for one attempt, without arguments or with
         its `Context` as `context`.
-      prompt: The prompt text of a task, as `start` returns it; used to check by content
+      prompt: The prompt of a task, as `start` returns it; used to check by content
         that no held-out task occurs in training, and that a resume has the same tasks.
       demonstrate: The turns of one good attempt, `(action, observation)` pairs with an
         empty last observation; None where no warm start is possible.
@@ -141,7 +146,7 @@ class TaskSet:
     train: Sequence[Any]
     heldout: Sequence[Any]
     environment: Callable[..., Environment]
-    prompt: Callable[[Any], str]
+    prompt: Callable[[Any], Prompt]
     demonstrate: Callable[[Any], Sequence[tuple[Action, str]]] | None = None
     tools: Schemas | Callable[[Any], Schemas] = ()
     system: str = ""
