@@ -1,7 +1,8 @@
 """Tests of exact sums and of random streams once more, in jax's 64-bit mode.
 
 There a sum of int32 is int64 unless it says otherwise, and so on: parameters are
-float32 as before, and so must be everything that is made of them.
+float32 as before, and so must be everything that is made of them. And training in that
+mode, and where jax promotes no types.
 """
 
 import os
@@ -13,6 +14,12 @@ import pytest
 
 TESTS = Path(__file__).parent
 WIDE = os.environ | {"JAX_ENABLE_X64": "1"}
+EVERY_TERM = {
+    "accumulator": "exact",
+    "loss.kl_coef": 0.1,
+    "loss.entropy_coef": 0.01,
+    "loss.importance_cap": 2.0,
+}
 
 
 @pytest.mark.parametrize(
@@ -32,9 +39,20 @@ def test_in_64_bit_mode(names):
     assert ran.returncode == 0, ran.stdout.decode()[-4000:]
 
 
-def test_train_with_exact_sums(tmp_path):
+@pytest.mark.parametrize(
+    "mode, changes",
+    [
+        ("JAX_ENABLE_X64=1", EVERY_TERM),
+        ("JAX_NUMPY_DTYPE_PROMOTION=strict", EVERY_TERM),
+        ("JAX_NUMPY_DTYPE_PROMOTION=strict", {"share_prompt": "group"}),
+    ],
+    ids=str,
+)
+def test_train(tmp_path, mode, changes):
     command = [sys.executable, "-m", "thundersync_jax.train"]
     command += ["--config=configs/own_task.py:smoke", f"--workdir={tmp_path}"]
-    command += ["--config.accumulator=exact"]
-    ran = subprocess.run(command, cwd=TESTS.parent, env=WIDE, capture_output=True)
+    command += [f"--config.{name}={value}" for name, value in changes.items()]
+    name, _, value = mode.partition("=")
+    modes = os.environ | {name: value}
+    ran = subprocess.run(command, cwd=TESTS.parent, env=modes, capture_output=True)
     assert ran.returncode == 0, ran.stderr.decode()[-4000:]

@@ -258,21 +258,22 @@ def _terms(
         )
     )
     additive = [] if policy.additive is None else [policy.additive]
+    trained = mask.astype(weights.dtype)  # weights of metrics
     metrics = dict(policy.metrics or {})
     if loss.distill != "none":
         divergence = functools.partial(_divergence, loss, sample, numbers)
         additive.append(loss.distill_coef * divergence(weights))
-        metrics["teacher_kl"] = divergence(mask)
+        metrics["teacher_kl"] = divergence(trained)
     if loss.kl_coef:
         kl = functools.partial(
             losses.kl_penalty, logprobs, reference_logprobs, estimator=loss.kl_estimator
         )
         additive.append(loss.kl_coef * kl(weights))
-        metrics["kl"] = kl(mask)
+        metrics["kl"] = kl(trained)
     if loss.entropy_coef:
         bonus = losses.entropy_bonus(numbers["entropies"], weights)
         additive.append(loss.entropy_coef * bonus)
-        metrics["entropy"] = -losses.entropy_bonus(numbers["entropies"], mask)
+        metrics["entropy"] = -losses.entropy_bonus(numbers["entropies"], trained)
     return Surrogate(
         policy.weighted,
         sum(additive) if additive else None,

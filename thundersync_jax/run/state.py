@@ -115,6 +115,13 @@ def init(optimizer: Optimizer, params: Params) -> State:
     return State(params, jax.tree.map(lay_out, optimizer.init(params)))
 
 
+def updated(optimizer: Optimizer, state: State, gradient: Params) -> State:
+    """The state after one update."""
+    with jax.numpy_dtype_promotion("standard"):  # optax counts steps in integers
+        updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
+        return State(optax.apply_updates(state.params, updates), opt_state)
+
+
 class Update:
     """The jitted update, laid out like `like`; the norm that it reports is clipped."""
 
@@ -123,12 +130,9 @@ class Update:
             gradient = jax.tree.map(
                 lambda g, p: g.astype(p.dtype), gradient, state.params
             )
-            updates, opt_state = optimizer.update(
-                gradient, state.opt_state, state.params
-            )
             norm = optax.tree.norm(gradient)
             clipped = norm if clip_norm is None else jnp.minimum(norm, clip_norm)
-            return State(optax.apply_updates(state.params, updates), opt_state), clipped
+            return updated(optimizer, state, gradient), clipped
 
         shardings = jax.tree.map(lambda x: x.sharding, like)
         self._update = jax.jit(

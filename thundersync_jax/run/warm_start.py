@@ -157,8 +157,7 @@ def supervised_update(
 
     def update(now, batch):
         loss, gradient = jax.value_and_grad(loss_of)(now.params, batch)
-        updates, opt_state = optimizer.update(gradient, now.opt_state, now.params)
-        return state.State(optax.apply_updates(now.params, updates), opt_state), loss
+        return state.updated(optimizer, now, gradient), loss
 
     shardings = jax.tree.map(lambda x: x.sharding, like)
     return jax.jit(update, donate_argnums=0, out_shardings=(shardings, None))
