@@ -2,12 +2,10 @@
 
 # ruff: noqa: F401
 from thundersync_jax.config.groups import (
-    MOST_STOP_IDS,
     Accumulator,
     ChatConfig,
     ChatFormat,
     CheckpointConfig,
-    CutActions,
     EnvConfig,
     EvaluationConfig,
     LatencyConfig,
@@ -17,7 +15,6 @@ from thundersync_jax.config.groups import (
     PartialGroups,
     PublishedDtype,
     Release,
-    RolloutConfig,
     Sampler,
     SharePrompt,
     TeacherConfig,
@@ -30,4 +27,5 @@ from thundersync_jax.config.groups import (
 from thundersync_jax.config.loss import LossConfig, OptimConfig
 from thundersync_jax.config.model import ModelConfig
 from thundersync_jax.config.model_folder import RopeScaling
+from thundersync_jax.config.rollout import MOST_STOP_IDS, CutActions, RolloutConfig
 from thundersync_jax.config.run import Config

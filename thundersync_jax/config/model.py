@@ -6,13 +6,9 @@ from typing import Any, Literal
 
 from thundersync_jax.config import dotted, model_folder
 from thundersync_jax.config.checks import positive, require
-from thundersync_jax.config.groups import (
-    ChatConfig,
-    MeshConfig,
-    RolloutConfig,
-    WarmStartConfig,
-)
+from thundersync_jax.config.groups import ChatConfig, MeshConfig, WarmStartConfig
 from thundersync_jax.config.model_folder import RopeScaling
+from thundersync_jax.config.rollout import RolloutConfig
 from thundersync_jax.config.settings import check_types
 
 _BYTE_LEVEL_IDS = 262  # 256 bytes and the special tokens of chat/byte_level.py

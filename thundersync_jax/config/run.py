@@ -10,7 +10,6 @@ from dataclasses import field
 
 from thundersync_jax.config.checks import at_least_zero, positive, require
 from thundersync_jax.config.groups import (
-    LEAST_SLOTS,
     Accumulator,
     ChatConfig,
     CheckpointConfig,
@@ -20,7 +19,6 @@ from thundersync_jax.config.groups import (
     MetricsConfig,
     PartialGroups,
     Release,
-    RolloutConfig,
     SharePrompt,
     TeacherConfig,
     UniformGroups,
@@ -29,6 +27,7 @@ from thundersync_jax.config.groups import (
 )
 from thundersync_jax.config.loss import LossConfig, OptimConfig
 from thundersync_jax.config.model import ModelConfig, check_sharding, check_tokens
+from thundersync_jax.config.rollout import LEAST_SLOTS, RolloutConfig
 from thundersync_jax.config.settings import changeable, check_types
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.stream import refusals
