@@ -18,8 +18,10 @@ SIZE = 4  # members of a group
 class FakeRun:
     """Member m of group g scores 1 in place (g, m), so a gradient lists advantages."""
 
-    def __init__(self, pool, first, bound=None, uniform_groups="replace", share=1.0):
-        self.pool = pool
+    def __init__(
+        self, pool, first, bound=None, uniform_groups="replace", share=1.0, spares=0
+    ):
+        self.pool, self.members = pool, SIZE + spares
         most = first if bound is None else bound
         self.config = types.SimpleNamespace(
             loss=LossConfig(),
@@ -29,6 +31,7 @@ class FakeRun:
             rollout=types.SimpleNamespace(
                 groups_per_step=first,
                 failed_share_limit=share,
+                spare_members=spares,
             ),
         )
         self.clock = types.SimpleNamespace(take=list, totals=Totals(0, 0.0))
@@ -47,13 +50,16 @@ class FakeRun:
         return [job for group in groups for job in self.replacement_jobs(step, group)]
 
     def replacement_jobs(self, step, group):
-        return [Job(key(member, group, step), None) for member in range(SIZE)]
+        return [self.spare_job(step, group, member) for member in range(SIZE)]
+
+    def spare_job(self, step, group, member):
+        return Job(key(member, group, step), None)
 
     def group_baseline(self, step, group):
         return 0.0
 
     def whole(self, trajectory):
-        score = np.zeros((self.groups, SIZE), np.float32)
+        score = np.zeros((self.groups, self.members), np.float32)
         score[trajectory.key.group, trajectory.key.member] = 1.0
         return {"s": score}
 
@@ -61,7 +67,7 @@ class FakeRun:
         uniform = "keep" if self.config.uniform_groups == "keep" else "drop"
         return GradientStream(
             weighted,
-            {"x": np.zeros((self.groups, SIZE), np.float32)},
+            {"x": np.zeros((self.groups, self.members), np.float32)},
             **{"estimator": MEAN, "uniform_groups": uniform} | settings,
         )
 

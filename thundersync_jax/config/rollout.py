@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 from typing import Literal
 
-from thundersync_jax.config.checks import positive, require, share
+from thundersync_jax.config.checks import at_least_zero, positive, require, share
 from thundersync_jax.config.settings import Automatic, changeable, check_types
 
 CutActions = Literal["end", "run"]
@@ -59,6 +59,7 @@ class RolloutConfig:
     failed_share_limit: float = changeable(0.5)  # failed members that stop the run
     mismatch_warning: float = changeable(0.1)  # nats; mean |log-ratio| to warn above
     replacement_groups: int | None = None  # most per step; none: as many as a step has
+    spare_members: int = 0  # most of a group, in place of failed ones
 
     def __post_init__(self):
         check_types(self, "rollout.")
@@ -75,6 +76,7 @@ class RolloutConfig:
             "start_timeout_secs",
         ]
         positive(self, "rollout.", sizes)
+        at_least_zero(self, "rollout.", ["spare_members"])
         share(self, "rollout.", ["failed_share_limit", "start_fault_share"])
         require(
             self.slots >= LEAST_SLOTS,

@@ -110,12 +110,19 @@ def replay(
     step, version = first.key.step, first.policy_version
     stream = run.new_stream(params, version, release, rows, accumulator)
     members = run.config.rollout.group_size
-    for group in sorted({event.trajectory.key.group for event in events}):
+    groups = sorted({event.trajectory.key.group for event in events})
+    if run.config.rollout.spare_members:
+        # Before all else: only then are those there that came in their place.
+        events = [e for e in events if not e.trajectory.stop_reason.failed]
+    for group in groups:
         feed.open_group(run, stream, step, group, members)
         places = {event.trajectory.key[1:3] for event in events}
         present = {member for other, member in places if other == group}
-        for member in set(range(members)) - present:
-            stream.fail(group, member, "no tokens")
+        missing = sorted(set(range(members)) - present)
+        for member in missing:  # grows
+            spare = stream.fail(group, member, "no tokens")
+            if spare is not None and spare not in present:
+                missing.append(spare)
     for kind, trajectory, start, end in events:
         if kind == "turn":
             feed.turn(run, stream, trajectory, start, end)

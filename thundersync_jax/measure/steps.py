@@ -40,7 +40,7 @@ _FROM_REPORT = (
     *("loss", "gradient_norm", "tokens", "streamed_share", "compiles"),
     *("kept_groups", "dropped_groups", "filtered_groups"),
     *("short_groups", "uniform_groups"),
-    *("kept_members", "failed_members", "invalid_rewards"),
+    *("kept_members", "failed_members", "replaced_members", "invalid_rewards"),
     *("direct", "streamed", "waited", "waited_for_bucket", "skipped"),
 )
 

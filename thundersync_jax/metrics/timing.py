@@ -307,10 +307,10 @@ class Progress:
     tokens: int = 0  # of completed trajectories
     learner_secs: float = 0.0  # gradient work so far
     started_secs: float = 0.0  # on the monotonic clock
-    added: int = 0  # of the total, since the step began: in place of lost groups
+    added: int = 0  # of the total, since the step began: in place of others
 
     def add(self, members: int) -> None:
-        """The step grows by a group."""
+        """The step grows."""
         self.total += members
         self.added += members
 

@@ -57,10 +57,11 @@ METRICS: dict[str, str] = {
     "kept_groups": "groups; that the gradient consists of, uniform ones included",
     "dropped_groups": "groups; left out because members failed",
     "filtered_groups": "groups; left out because their rewards were all equal",
-    "short_groups": "groups; kept ones of which some members failed",
+    "short_groups": "groups; kept ones of which members failed that nobody replaced",
     "uniform_groups": "groups; kept ones whose rewards are all equal",
     "kept_members": "trajectories; of the kept groups, failed ones left out",
     "failed_members": "trajectories; that ended without a reward",
+    "replaced_members": "trajectories; failed ones in whose place others came",
     **{
         f"stop_{reason.value}": f"trajectories; whose stop reason was {reason.value!r}"
         for reason in StopReason

@@ -21,11 +21,10 @@ def open_group(
 ) -> None:
     """Announces a group of a step, with its shared prompt and its baseline."""
     prompt = run.samples.prompt(step, group)
-    if isinstance(stream, TurnStream):
-        stream.open_group(group, members, prompt=prompt)
-    else:
-        baseline = run.group_baseline(step, group)
-        stream.open_group(group, members, prompt=prompt, baseline=baseline)
+    named = {"prompt": prompt, "spares": run.config.rollout.spare_members}
+    if isinstance(stream, GradientStream):
+        named["baseline"] = run.group_baseline(step, group)
+    stream.open_group(group, members, **named)
 
 
 def turn(

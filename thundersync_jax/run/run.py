@@ -318,8 +318,12 @@ class Run:
 
     def replacement_jobs(self, step: int, group: int) -> list[Job]:
         """The rollouts of a group, of the next number, that replaces a lost one."""
-        task, members = self.task(step, group), range(self.config.rollout.group_size)
-        return [Job(TrajectoryKey(step, group, member), task) for member in members]
+        members = range(self.config.rollout.group_size)
+        return [self.spare_job(step, group, member) for member in members]
+
+    def spare_job(self, step: int, group: int, member: int) -> Job:
+        """The rollout of a member, of the next number, that replaces a failed one."""
+        return Job(TrajectoryKey(step, group, member), self.task(step, group))
 
     def task(self, step: int, group: int) -> Any:
         """The task of a group: a function of (seed, step, group)."""

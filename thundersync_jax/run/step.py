@@ -110,7 +110,8 @@ def run_step(
 ) -> Step:
     """Rolls out the jobs and streams their gradients.
 
-    Under `uniform_groups='replace'` further groups are rolled out in place of lost ones
+    Further members are rolled out in place of failed ones, `rollout.spare_members` of a
+    group, and under `uniform_groups='replace'` further groups in place of lost ones
     (`replacements`).
 
     Args:
@@ -134,9 +135,12 @@ def run_step(
     _open_groups(run, stream, jobs, step)
     for event in rollouts(run, jobs, version, stream.advance):
         assert event.key.step == step, f"{event.key} came in step {step}"
-        _tell(run, stream, event, outcomes)
+        spare = _tell(run, stream, event, outcomes)
         outcomes.take(event)
         _count(progress, event, run.clock.totals, before)
+        if spare is not None:
+            run.pool.add([run.spare_job(step, event.key.group, spare)], version)
+            progress.add(1)
         for group in _replacements(run, len(stream.lost_groups), replaced):
             further = run.replacement_jobs(step, group)
             _open_groups(run, stream, further, step)
@@ -191,9 +195,9 @@ def roll_out(run: Run, step: int, version: int) -> tuple[list[Trajectory], float
     lossy = run.config.partial_groups == "drop"
     roster = Roster(run.judged, drop_partial=lossy, drop_uniform=run.judged)
     outcomes, lost, replaced = _Outcomes(start, run.judged), set(), 0
-    jobs = run.train_jobs(step)
+    jobs, spares = run.train_jobs(step), run.config.rollout.spare_members
     for group, members in _sizes(jobs, step):
-        roster.open_group(group, members)
+        roster.open_group(group, members, spares=spares)
     for event in rollouts(run, jobs, version):
         outcomes.take(event)
         place = event.key.group, event.key.member
@@ -202,12 +206,14 @@ def roll_out(run: Run, step: int, version: int) -> tuple[list[Trajectory], float
         elif isinstance(event, Rewarded) and run.judged:
             roster.reward(*place, event.reward, raw=None)
         elif isinstance(event, Failed) and not outcomes.unjudged(event):
-            roster.fail(*place)
+            roster.fail(*place, replace=not run.pool.ended)
+            if (spare := roster.replaced_by(*place)) is not None:
+                run.pool.add([run.spare_job(step, event.key.group, spare)], version)
         if roster.verdict(event.key.group) not in (None, "kept"):
             lost.add(event.key.group)
         for group in _replacements(run, len(lost), replaced):
             further = run.replacement_jobs(step, group)
-            roster.open_group(group, len(further))
+            roster.open_group(group, len(further), spares=spares)
             run.pool.add(further, version)
             replaced += 1
     return outcomes.in_order, outcomes.last_reward_secs - start
@@ -366,7 +372,8 @@ def _replacements(run: Run, lost: int, replaced: int) -> Sequence[int]:
     return replacements(first, bound, lost, replaced)
 
 
-def _tell(run: Run, stream: Stream, event: Event, outcomes: _Outcomes) -> None:
+def _tell(run: Run, stream: Stream, event: Event, outcomes: _Outcomes) -> int | None:
+    """Passes an event on; returns the member to roll out in place of a failed one."""
     if isinstance(event, Turn):
         feed.turn(run, stream, event.trajectory, event.start)
     elif isinstance(event, Completed):
@@ -381,9 +388,11 @@ def _tell(run: Run, stream: Stream, event: Event, outcomes: _Outcomes) -> None:
     else:
         place = event.key.group, event.key.member
         try:
-            stream.fail(*place, event.stop_reason.value)
+            reason = event.stop_reason.value
+            return stream.fail(*place, reason, replace=not run.pool.ended)
         except StreamError as error:
             raise StreamError(f"{error}; {event.key}: {event.reason}") from error
+    return None
 
 
 def _count(progress: Progress, event: Event, now: Totals, before: Totals) -> None:

@@ -53,19 +53,30 @@ class Stream:
         self._thread = threading.get_ident()
         self._ended: str | None = None  # what became of the stream, as "is finished"
 
-    def fail(self, group: Hashable, member: int, reason: str) -> None:
+    def fail(
+        self, group: Hashable, member: int, reason: str, replace: bool = True
+    ) -> int | None:
         """Withdraws a member that is not settled, with whatever it left.
 
-        `reason` is one line, for the StreamError where `partial_groups` is "fail".
+        Args:
+          reason: One line, for the StreamError where `partial_groups` is "fail".
+          replace: Whether a spare member may take its place.
+
+        Returns:
+          The index of that member, which is to settle now; None where there is none.
         """
         self._check_alive()
-        close = self._schedule.fail(group, member)
+        close = self._schedule.fail(group, member, replace)
         self._ledger.failures[group, member] = reason
         self._ledger.rewards.pop((group, member), None)
-        if self._partial == "fail":
+        other = self._schedule.roster.replaced_by(group, member)
+        if other is not None:
+            self._ledger.replaced.add((group, member))
+        elif self._partial == "fail":
             self._ended = "ended with a failed member"
             raise refusals.failed(group, member, reason)
         self._settle(close)
+        return other
 
     def advance(self) -> bool:
         """Starts ready work on free replicas. Returns whether any is left waiting."""

@@ -135,6 +135,7 @@ class GradientStream(Stream):
         members: int,
         baseline: float = 0.0,
         prompt: Sample = None,
+        spares: int = 0,
     ) -> None:
         """Announces a group: the `members` trajectories of one prompt.
 
@@ -144,12 +145,13 @@ class GradientStream(Stream):
             group's rewards before the estimator sees them.
           prompt: What its members continue, a sample or a `Padded` one, where the
             surrogate is a `Segments`.
+          spares: How many failed members are replaced, by members of the next indices.
         """
         self._check_alive()
         refusals.check_prompt(group, prompt is not None, self._learner.in_pieces)
         prompt = self._prompt(group, prompt)
         baseline = refusals.baseline(group, baseline)
-        self._schedule.open_group(group, members, baseline)
+        self._schedule.open_group(group, members, baseline, spares)
         self._share(group, prompt)
 
     def sample(

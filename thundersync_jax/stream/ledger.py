@@ -21,10 +21,11 @@ class Report:
     dropped_groups: int  #: groups that left nothing, because a member failed or all did
     #: Groups that left nothing, because their raw rewards were equal.
     filtered_groups: int
-    short_groups: int  #: kept groups with failed members
+    short_groups: int  #: kept groups with failed members that nobody replaced
     uniform_groups: int  #: kept groups whose rewards are all equal
     kept_members: int  #: members that count
     failed_members: int  #: members that failed, in kept and in dropped groups
+    replaced_members: int  #: failed members in whose place spare ones came
     invalid_rewards: int  #: failed members with reason "invalid_reward"
     #: Rewards of members that did not fail, whatever became of their groups.
     rewards: int
@@ -92,6 +93,7 @@ class Ledger:
         self.uniform: set[Hashable] = set()
         self.lost: dict[Hashable, str] = {}  # dropped or filtered, in order of closing
         self.failures: dict[tuple[Hashable, int], str] = {}
+        self.replaced: set[tuple[Hashable, int]] = set()  # of these
         self.rewards: dict[tuple[Hashable, int], float] = {}
         self.calls: list[Computed] = []
         self.scales: dict[tuple[Hashable, int], float] = {}  # of additive parts, else 1
@@ -211,7 +213,7 @@ class Ledger:
             # numpy's maximum keeps a NaN, Python's may lose it.
             total = np.max(column, initial=-np.inf) if largest else _sum(column)
             extras[diagnostic][name] = float(total) + 0.0  # -0 and 0 are one largest
-        failed = {group for group, _ in self.failures}
+        failed = {group for group, _ in self.failures.keys() - self.replaced}
         reasons = collections.Counter(self.failures.values())
         padded = self.counts["computed"] / (self.counts["real"] or math.nan)
         return Report(
@@ -222,6 +224,7 @@ class Ledger:
             uniform_groups=len(self.uniform),
             kept_members=sum(map(len, self.advantages.values())),
             failed_members=len(self.failures),
+            replaced_members=len(self.replaced),
             invalid_rewards=reasons["invalid_reward"],
             rewards=len(self.rewards),
             reward_mean=_sum(self.rewards.values()) / (len(self.rewards) or math.nan),

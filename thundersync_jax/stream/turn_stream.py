@@ -88,23 +88,27 @@ class TurnStream(Stream):
         )
         self._slots = surrogate.slots if in_pieces else None
         self._ends: dict[tuple[Hashable, int], float] = {}  # in tokens, NaN: unknown
+        self._prompt_ends: dict[Hashable, float] = {}  # of those that groups share
 
-    def open_group(self, group: Hashable, members: int, prompt: Sample = None) -> None:
+    def open_group(
+        self, group: Hashable, members: int, prompt: Sample = None, spares: int = 0
+    ) -> None:
         """Announces a group: the `members` trajectories of one prompt.
 
         Args:
           members: At least 1; other events name one by its index, from 0.
           prompt: What its turns continue, a sample or a `Padded` one; None where their
             first turns hold it.
+          spares: How many failed members are replaced, by members of the next indices.
         """
         self._check_alive()
         end = prompt.real_tokens if isinstance(prompt, Padded) else math.nan
         if prompt is not None:
             refusals.check_prompt(group, True, self._learner.in_pieces)
         prompt = self._prompt(group, prompt)
-        self._schedule.roster.open_group(group, members)
+        self._schedule.roster.open_group(group, members, spares=spares)
         if prompt is not None:
-            self._ends.update({(group, member): end for member in range(members)})
+            self._prompt_ends[group] = end
         self._share(group, prompt)
 
     def turn(
@@ -159,7 +163,7 @@ class TurnStream(Stream):
 
     def _end(self, group: Hashable, member: int, sample: Sample) -> float:
         """Tokens up to the end of a turn, NaN once one of unknown length came."""
-        tokens = self._ends.get((group, member), 0)
+        tokens = self._ends.get((group, member), self._prompt_ends.get(group, 0))
         if self._slots is None or not isinstance(sample, Padded):
             return math.nan
         start = int(sample.tree["start"])

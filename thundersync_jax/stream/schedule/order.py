@@ -69,9 +69,11 @@ class Schedule:
         """Whether a settled member of a unit that misses rewards needs a place."""
         return self.by_baseline or (self._lossy and self._batch is None)
 
-    def open_group(self, group: Hashable, members: int, baseline: float = 0.0) -> None:
+    def open_group(
+        self, group: Hashable, members: int, baseline: float = 0.0, spares: int = 0
+    ) -> None:
         """Announces a group of so many members, and what is off their rewards."""
-        order = self.roster.open_group(group, members, baseline).order
+        order = self.roster.open_group(group, members, baseline, spares).order
         self._units[group] = self._batch or _Unit(group, order)
 
     def sample(self, group: Hashable, member: int, bucket: Hashable) -> Item:
@@ -92,9 +94,9 @@ class Schedule:
         settled = self.roster.reward(group, member, reward, raw)
         return self._settle(group, member) if settled else None
 
-    def fail(self, group: Hashable, member: int) -> Close | None:
+    def fail(self, group: Hashable, member: int, replace: bool = True) -> Close | None:
         """Withdraws an unsettled member. Returns what this closes."""
-        self.roster.fail(group, member)
+        self.roster.fail(group, member, replace)
         self._unstarted[group] -= len(self.roster.groups[group].members[member].items)
         return self._settle(group, member)
 

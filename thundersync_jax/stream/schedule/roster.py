@@ -96,6 +96,7 @@ class Member:
     reward: float | None = None  # its advantage follows from it; baseline subtracted
     raw: float | None = None  # the unshaped verdict
     failed: bool = False
+    replaced_by: int | None = None  # the index of the member in its place
     settled: bool = False
     items: list[Item] = dataclasses.field(default_factory=list)
 
@@ -108,6 +109,7 @@ class Group:
     members: list[Member]
     unsettled: int
     baseline: float  # subtracted from rewards
+    spares: int = 0  # members that may still come in place of failed ones
     closed: bool = False
 
     @property
@@ -141,7 +143,9 @@ class Roster:
         """How many members are not settled."""
         return sum(state.unsettled for state in self.groups.values())
 
-    def open_group(self, group: Hashable, members: int, baseline: float = 0.0) -> Group:
+    def open_group(
+        self, group: Hashable, members: int, baseline: float = 0.0, spares: int = 0
+    ) -> Group:
         """Announces a group of so many members, and what is off their rewards."""
         _check_name(group)
         if group in self.groups:
@@ -150,8 +154,12 @@ class Roster:
             raise ValueError(
                 f"group {group!r} has members={members!r}; expected a whole number >= 1"
             )
+        if not isinstance(spares, numbers.Integral) or spares < 0:
+            raise ValueError(
+                f"group {group!r} has spares={spares!r}; expected a whole number >= 0"
+            )
         fresh = [Member() for _ in range(members)]
-        self.groups[group] = Group(len(self.groups), fresh, members, baseline)
+        self.groups[group] = Group(len(self.groups), fresh, members, baseline, spares)
         return self.groups[group]
 
     def sample(self, group: Hashable, member: int, bucket: Hashable) -> Item:
@@ -180,15 +188,29 @@ class Roster:
         state.raw = reward if raw is None else raw
         return self._settles(group, member)
 
-    def fail(self, group: Hashable, member: int) -> bool:
-        """Withdraws an unsettled member, which settles it."""
-        self._unsettled(group, member, "fail").failed = True
+    def fail(self, group: Hashable, member: int, replace: bool = True) -> bool:
+        """Withdraws an unsettled member, which settles it.
+
+        A spare one, where there is one and this may `replace`, takes the next index.
+        """
+        withdrawn = self._unsettled(group, member, "fail")
+        withdrawn.failed = True
+        state = self.groups[group]
+        if state.spares and replace and not state.closed:
+            state.spares -= 1
+            withdrawn.replaced_by = len(state.members)
+            state.members.append(Member())
+            state.unsettled += 1
         return self._settles(group, member)
+
+    def replaced_by(self, group: Hashable, member: int) -> int | None:
+        """The index of the member in place of a failed one, if there is one."""
+        return self.groups[group].members[member].replaced_by
 
     def verdict(self, group: Hashable) -> Verdict | None:
         """What becomes of a group, None while that is open."""
         state = self.groups[group]
-        failed = any(member.failed for member in state.members)
+        failed = any(m.failed and m.replaced_by is None for m in state.members)
         if failed and self._drop_partial:
             return "dropped"
         if state.unsettled:

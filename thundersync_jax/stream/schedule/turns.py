@@ -119,9 +119,9 @@ class Turns:
                 trajectory.to_replay = 0
         return self._settle(group)
 
-    def fail(self, group: Hashable, member: int) -> Close | None:
+    def fail(self, group: Hashable, member: int, replace: bool = True) -> Close | None:
         """Withdraws an incomplete member. Returns what this closes."""
-        self.roster.fail(group, member)
+        self.roster.fail(group, member, replace)
         self._forget(group, member)
         return self._settle(group)
 
