@@ -260,7 +260,8 @@ def test_a_signal_ends_in_one_line_whatever_the_command_makes_of_it(how, number)
     script = (
         "import threading, time\n"
         "from thundersync_jax import flags\n"
-        "flags._GRACE_SECS = 0.2\n"
+        "from thundersync_jax.rollout import interrupts\n"
+        "interrupts._GRACE_SECS = 0.2\n"
         "def command(workdir):\n"
         "    print('started', flush=True)\n"
         f"    {INTERRUPTED[how]}\n"

@@ -4,17 +4,13 @@
 arguments; nothing else reads them.
 """
 
-import contextlib
 import inspect
 import json
-import logging
 import math
 import os
 import re
-import signal
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -33,11 +29,10 @@ from thundersync_jax.config.settings import (
     to_text,
 )
 from thundersync_jax.errors import ConfigError, ServerError, StreamError, full
+from thundersync_jax.rollout import interrupts
 
 _REFUSED, _FAILED, _INTERRUPTED = 2, 1, 130
 _POOL_THREADS = ("engine", "teacher", "rollouts")
-_INTERRUPTED_RESULT = {"error": "interrupted", "kind": "KeyboardInterrupt"}
-_GRACE_SECS = 4.0  # for the command's own `with` blocks
 
 
 class Flag(NamedTuple):
@@ -67,7 +62,7 @@ def run(
 ) -> NoReturn:
     """Parses the command line, calls the command and exits.
 
-    Ctrl-C ends it with status 130 and SIGTERM with 143, a few seconds later at most.
+    Ctrl-C ends it with status 130 and SIGTERM with 143 (`rollout.interrupts`).
     With `--json` the last line is one JSON object in every ending; that of a failure
     has "error" and "kind", the name of the exception.
 
@@ -86,7 +81,7 @@ def run(
     as_json = any(re.fullmatch("--?json(=true)?", argument, re.I) for argument in argv)
     result: Mapping[str, Any] = {}
     try:
-        with Interrupts(as_json):
+        with interrupts.Interrupts(as_json):
             result = _run(command, dict(flags or {}), needs, positional, argv)
         status = _FAILED if result.get("passed") is False else 0
     except (ConfigError, ServerError, StreamError) as error:
@@ -102,7 +97,7 @@ def run(
         status = _FAILED
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        result, status = _INTERRUPTED_RESULT, _INTERRUPTED
+        result, status = interrupts.RESULT, _INTERRUPTED
     except Exception as error:
         if full(error) is None:
             if as_json:
@@ -305,67 +300,3 @@ def _finite(value: Any) -> Any:
         return os.fspath(value)
     value = value.item() if hasattr(value, "item") else value
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-class Interrupts:
-    """Within it a signal raises KeyboardInterrupt, whatever then becomes of that.
-
-    At its end the process ends with status 130 (Ctrl-C) or 143 (SIGTERM) if there was a
-    signal. It ends without the interpreter's own end, which joins all threads: the
-    `with` blocks inside were run by the exception, and a file that is cut off is never
-    taken for a whole one. A second signal, or too long a wait, ends it at once.
-    """
-
-    def __init__(self, as_json: bool = False):
-        self._as_json = as_json  # whether the last line is a JSON object
-
-    def __enter__(self) -> None:
-        self._status: int | None = None
-        self._before: dict[int, Any] = {}
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                if signal.getsignal(number) is not signal.SIG_IGN:
-                    self._before[number] = signal.signal(number, self._receive)
-        if self._before:
-            # A handler waits until the main thread is back from C; a pipe does not.
-            reading, self._writing = os.pipe()
-            os.set_blocking(self._writing, False)
-            self._fd_before = signal.set_wakeup_fd(
-                self._writing, warn_on_full_buffer=False
-            )
-            threading.Thread(target=self._watch, args=(reading,), daemon=True).start()
-
-    def __exit__(self, *_: object) -> None:
-        if self._status is not None:
-            with contextlib.suppress(Exception):
-                sys.stdout.flush()
-            self._end(self._status)
-        if self._before:
-            signal.set_wakeup_fd(self._fd_before)
-            os.close(self._writing)
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _receive(self, number: int, _: Any) -> NoReturn:
-        if self._status is not None:
-            self._end(self._status)
-        self._status = 128 + number
-        # What other threads say of a process that is ending explains nothing.
-        threading.excepthook = sys.unraisablehook = lambda *_: None
-        logging.disable()
-        raise KeyboardInterrupt
-
-    def _watch(self, reading: int) -> None:
-        with open(reading, "rb", buffering=0) as pipe:
-            while number := pipe.read(1):
-                if number[0] in self._before:
-                    time.sleep(_GRACE_SECS)
-                    self._end(128 + number[0])
-
-    def _end(self, status: int) -> NoReturn:
-        # Python's own files may be busy with what was interrupted.
-        with contextlib.suppress(OSError):
-            os.write(2, b"interrupted\n")
-            if self._as_json:
-                os.write(1, json.dumps(_INTERRUPTED_RESULT).encode() + b"\n")
-        os._exit(status)

@@ -28,6 +28,7 @@ from thundersync_jax.metrics.timing import RunProgress, step_timing, write_chrom
 from thundersync_jax.metrics.writer import Metrics, Sink, named_sinks, read
 from thundersync_jax.models.base import ModelFactory
 from thundersync_jax.ops.advantages import Estimator
+from thundersync_jax.rollout import interrupts
 from thundersync_jax.run import policy_term, state
 from thundersync_jax.run.checkpoint import Checkpoints, sha256
 from thundersync_jax.run.feed import compile_all
@@ -38,6 +39,7 @@ from thundersync_jax.view import curves, pictures
 from thundersync_jax.view.display import Display, StepRow
 
 _SHOWN_FAILURES = 3  # of a step; its trajectories' file has all
+_SAVE_SECS = 20.0  # for the checkpoint that SIGTERM asks for
 
 
 def train(
@@ -112,13 +114,20 @@ def train(
                 row = loop.evaluate(0, "after the warm start")
                 metrics.write(0, row | {"elapsed_secs": elapsed_secs()})
             started()
-            for step in range(start + 1, config.steps + 1):
-                row = loop.step(step)
-                if _due(step, config.evaluation.every_steps, config.steps):
-                    row |= loop.evaluate(step, "held-out")
-                metrics.write(step, row | {"elapsed_secs": elapsed_secs()})
-                if _due(step, config.checkpoint.every_steps, config.steps):
-                    checkpoints.save(step, loop.now, loop.facts(elapsed_secs()))
+            written = start  # the latest step with a row
+            try:
+                for step in range(start + 1, config.steps + 1):
+                    row = loop.step(step)
+                    if _due(step, config.evaluation.every_steps, config.steps):
+                        row |= loop.evaluate(step, "held-out")
+                    metrics.write(step, row | {"elapsed_secs": elapsed_secs()})
+                    written = step
+                    if _due(step, config.checkpoint.every_steps, config.steps):
+                        checkpoints.save(step, loop.now, loop.facts(elapsed_secs()))
+            except KeyboardInterrupt:
+                if interrupts.terminated() and loop.whole == written:
+                    _save_at_once(checkpoints, written, loop, elapsed_secs())
+                raise
         checkpoints.wait()
         if config.closing_comparison:
             live.closing_comparison(run, display, loop.now.params, loop.version)
@@ -138,12 +147,14 @@ class _Loop:
     Attributes:
       now: Parameters and optimizer state.
       version: Policy version of `now`.
+      whole: The step that `now` is the end of; None while one is being updated.
     """
 
     def __init__(
         self, run: Run, display: Display, now: state.State, version: int, start: int
     ):
         self.now, self.version = now, version
+        self.whole: int | None = start
         self._run, self._display = run, display
         self._update = state.Update(run.optimizer, run.config.optim.clip_norm, now)
         run.publish(now.params, version)
@@ -165,10 +176,11 @@ class _Loop:
             counts = progress.begin(len(jobs), time.monotonic())
             stream = run.new_stream(self.now.params, self.version)
             done = run_step(run, stream, jobs, self.version, counts, display.update)
-            sampled_by = self.version
+            sampled_by, self.whole = self.version, None  # the update donates `now`
             self.now, self.version, clipped = conclude(
                 run, self._update, self.now, done, sampled_by
             )
+            self.whole = step
             end = time.monotonic()
             progress.end(counts)
         counted = [t for t in done.trajectories if t.key[1:3] in done.advantages]
@@ -228,6 +240,16 @@ class _Loop:
             "elapsed_secs": elapsed_secs,
             "baselines": self._run.baselines.state(),
         }
+
+
+def _save_at_once(
+    checkpoints: Checkpoints, step: int, loop: _Loop, elapsed_secs: float
+) -> None:
+    """Saves the step that has just ended, or waits until it is saved."""
+    with interrupts.patience(_SAVE_SECS):
+        if step > (checkpoints.latest() or 0):
+            checkpoints.save(step, loop.now, loop.facts(elapsed_secs))
+        checkpoints.wait()
 
 
 def _warn_of_mismatch(run: Run, mean: float, step: int) -> None:

@@ -156,12 +156,13 @@ class Attempts:
         """Cancels all members of a stopped loop, and waits until they are closed."""
         for task in self.tasks:
             task.cancel()
-        limit_secs = self._limits.close_timeout_secs + GRACE_SECS
-        end = time.monotonic() + limit_secs
-        while (left := self.tasks | self._closing) and time.monotonic() < end:
+        end = time.monotonic() + self._limits.close_timeout_secs + 2 * GRACE_SECS
+        while (left := self.tasks | self._closing) and (
+            left_secs := end - time.monotonic()
+        ) > 0:
             with contextlib.suppress(BaseException):
                 first = asyncio.FIRST_COMPLETED
-                some = asyncio.wait(left, timeout=limit_secs, return_when=first)
+                some = asyncio.wait(left, timeout=left_secs, return_when=first)
                 loop.run_until_complete(some)
 
     def fail(self, member: Member, stop_reason: StopReason, reason: str) -> None:

@@ -26,7 +26,7 @@ from thundersync_jax.config import RolloutConfig
 from thundersync_jax.engines.base import Engine, RemoteEngine, connect
 from thundersync_jax.envs.base import Context, Deadlines, Environment
 from thundersync_jax.errors import one_line
-from thundersync_jax.rollout import commands
+from thundersync_jax.rollout import commands, interrupts
 from thundersync_jax.rollout.agent import PHASES, WAITING, Agent
 from thundersync_jax.rollout.attempts import Attempts, Member, StartGate
 from thundersync_jax.rollout.events import Event, Failed, Job, Rewarded
@@ -269,7 +269,8 @@ class RolloutPool:
         except BaseException as error:
             self._die(error)
         finally:
-            self._attempts.end(self._loop)
+            with interrupts.patience(self._limits.close_timeout_secs + _CLOSE_SECS):
+                self._attempts.end(self._loop)
             commands.end_tasks(self._loop, commands.GRACE_SECS)
             self._loop.close()
 

@@ -19,6 +19,7 @@ from thundersync_jax.errors import StreamError
 from thundersync_jax.metrics.learner_clock import Ran, Totals
 from thundersync_jax.metrics.records import known_mean, part_means
 from thundersync_jax.metrics.timing import Progress
+from thundersync_jax.rollout import interrupts
 from thundersync_jax.rollout.events import Completed, Event, Failed, Job, Rewarded, Turn
 from thundersync_jax.run import feed, state
 from thundersync_jax.run.feed import Params, Stream
@@ -235,6 +236,7 @@ def rollouts(
     try:
         while run.pool.outstanding:
             advance()
+            interrupts.check()
             event = run.pool.next_event(_WAIT_SECS)
             if event is not None:
                 yield event
