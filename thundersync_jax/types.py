@@ -50,16 +50,8 @@ _TRUNCATED = frozenset(
         StopReason.DEADLINE,
     }
 )
-_FAILED = frozenset(
-    {
-        StopReason.TIMEOUT,
-        StopReason.ENVIRONMENT_ERROR,
-        StopReason.ENGINE_ERROR,
-        StopReason.TEACHER_ERROR,
-        StopReason.INVALID_REWARD,
-        StopReason.CANCELLED,
-    }
-)
+_ENDED_BY_POLICY = {StopReason.FINISHED, StopReason.POLICY_FAULT}
+_FAILED = frozenset(StopReason) - _TRUNCATED - _ENDED_BY_POLICY
 
 
 class TrajectoryKey(NamedTuple):
@@ -85,16 +77,12 @@ class TrajectoryKey(NamedTuple):
 class TeacherScores:
     """What a teacher says of a trajectory's tokens; whatever it was not asked is 0.
 
-    Attributes:
-      logprobs: float32[T, K], log q at the rollout's temperature: of the token itself
-        (K is 1), of the K likeliest ids in its place, or of every id.
-      ids: int32[T, K], those K ids, distinct at every scored position; None otherwise.
-      known: bool[T], True at scored positions.
+    K is 1 for the token itself, the number of the likeliest ids, or that of all ids.
     """
 
-    logprobs: np.ndarray
-    ids: np.ndarray | None
-    known: np.ndarray
+    logprobs: np.ndarray  # float32[T, K], log q at the rollout's temperature
+    ids: np.ndarray | None  # int32[T, K], the likeliest, distinct; None: other cases
+    known: np.ndarray  # bool[T], True at scored positions
 
     def __post_init__(self):
         shape = self.logprobs.shape
@@ -109,41 +97,25 @@ class TeacherScores:
 
 @dataclasses.dataclass(frozen=True)
 class Trajectory:
-    """One member's append-only token sequence and what is known about it.
-
-    Attributes:
-      key: Step, group, member, attempt.
-      ids: int32[T], prompt, then actions and observations in order.
-      loss_mask: bool[T], True exactly on sampled (action) tokens.
-      logprobs: float32[T], the sampler's log-probability where `loss_mask`, else 0.
-      turns: Number of actions.
-      stop_reason: Why it ended; None while it grows.
-      policy_version: Optimizer updates behind the parameters that sampled it.
-      reward: The verdict, None while unknown or where the trajectory failed.
-      reason: One line where it failed, else empty.
-      times: Seconds on the pool's clock by name: "queued", "started", "completed",
-        "verified".
-      turn_weights: float32[T], u of `Observation.weight` on the tokens of an action
-        and 1 elsewhere; None where the environment gave neither weight nor credit.
-      turn_credits: float32[T], v of `Observation.credit` and 0; None likewise.
-      teacher: A teacher's scores; None where nothing was scored.
-      parts: Of the verdict, numbers by name.
-      log: Of the verdict, text for people.
-    """
+    """One member's append-only token sequence and what is known about it."""
 
     key: TrajectoryKey
-    ids: np.ndarray
-    loss_mask: np.ndarray
-    logprobs: np.ndarray
-    turns: int
-    stop_reason: StopReason | None
-    policy_version: int
-    reward: float | None = None
-    reason: str = ""
+    ids: np.ndarray  # int32[T], prompt, then actions and observations in order
+    loss_mask: np.ndarray  # bool[T], True exactly on sampled (action) tokens
+    logprobs: np.ndarray  # float32[T], the sampler's where `loss_mask`, else 0
+    turns: int  # number of actions
+    stop_reason: StopReason | None  # None while it grows
+    policy_version: int  # optimizer updates behind the parameters that sampled it
+    reward: float | None = None  # None while unknown or where the trajectory failed
+    reason: str = ""  # one line where it failed
+    # Seconds on the pool's clock: "queued", "started", "completed", "verified".
     times: dict[str, float] = dataclasses.field(default_factory=dict)
+    # float32[T], u of `Observation.weight` on the tokens of an action and 1 elsewhere,
+    # v of `Observation.credit` and 0; None where the environment gave neither.
     turn_weights: np.ndarray | None = None
     turn_credits: np.ndarray | None = None
-    teacher: TeacherScores | None = None
+    teacher: TeacherScores | None = None  # None where nothing was scored
+    # Of the verdict: numbers by name, and text for people.
     parts: dict[str, float] = dataclasses.field(default_factory=dict)
     log: str = ""
 

@@ -1,10 +1,9 @@
 """Engines: who answers for all trajectories at once, and how coroutines ask them.
 
 A sampler answers "what comes next?", a teacher's engine "how likely was this?". In this
-process both are passive: `EngineDriver`, the one thread that owns such an engine, calls
-`step` until the requests of an event loop's coroutines are answered. A remote engine
-brings a connection of its own; `connect` makes both kinds look alike. None knows an
-environment. Ids go in, ids and numbers come out.
+process both are passive: `EngineDriver` is the one thread that calls them. A remote
+engine brings a connection of its own; `connect` makes both kinds look alike. Ids go in,
+ids and numbers come out.
 """
 
 import asyncio
@@ -32,10 +31,8 @@ _LIVENESS_SECS = 0.25
 class Request:
     """One turn to sample.
 
-    The first request of a session brings the prompt; later ones bring only what is new
-    (the observation), since the engine keeps the ids it sampled and their keys and
-    values. The engine folds the position into the seed, so that nothing else can change
-    the ids.
+    The first request of a session brings the prompt, later ones the observation alone:
+    the engine keeps what it sampled. Seed and position decide about the ids.
     """
 
     session: Hashable  # name of the trajectory
@@ -119,10 +116,7 @@ class Connection(Protocol):
     """An engine as the coroutines of one event loop see it."""
 
     async def sample(self, request: Request) -> Response:
-        """Waits for one turn. A session has one at a time.
-
-        ValueError where it was refused, or has failed; so has the trajectory.
-        """
+        """Waits for a session's only turn; ValueError where it is refused or fails."""
 
     def release(self, session: Hashable) -> None:
         """Ends a session, wherever it stands; unknown sessions are ignored."""
@@ -143,10 +137,7 @@ class RemoteEngine(Protocol):
     context_tokens: int  # the longest sequence a session may hold
 
     def connect(self, loop: asyncio.AbstractEventLoop, on_error: OnError) -> Connection:
-        """A connection for an event loop that does not run yet.
-
-        `on_error` is called with what leaves nobody to ask.
-        """
+        """For a loop not yet running; `on_error` gets what leaves nobody to ask."""
 
 
 def connect(

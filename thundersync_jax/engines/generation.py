@@ -41,9 +41,9 @@ def decode_params(model, params):
 def prefill(model, params, cache, ids, place, count):
     """Runs `count` segments, one after the other, and keeps their keys and values.
 
-    `params` are as `decode_params` returns them, `cache` is donated, `count` int32[].
-    What follows a segment's end in `ids` int32[slots, bucket] is never attended to;
-    `place` int32[slots, 2] are slot and first position of each.
+    `params` are as `decode_params` returns them, `cache` is donated. `place`
+    int32[slots, 2] are slot and first position of each; what follows a segment's end in
+    `ids` int32[slots, bucket] is never attended to.
     """
     index = jnp.arange(ids.shape[1], dtype=jnp.int32)
 

@@ -1,10 +1,9 @@
 """The in-process sampler: a cache, decode slots, and three compiled programs.
 
-What a turn's ids depend on is its session's ids, the request and the parameters, bit
-for bit on CPU. Three rules make it so: turns are decoded in blocks of one size, over
-one cache length; a prompt or observation is prefilled alone, in pieces that its own
-length chooses, or copied from a slot that began with the same prompt; random numbers
-come from the request's seed and the position. No thread, no tokenizer, no environment.
+A turn's ids depend on its session's ids, the request and the parameters alone, bit for
+bit on CPU: turns are decoded in blocks of one size, over one cache length; a prompt or
+observation is prefilled alone, in pieces that its own length chooses, or copied from a
+slot that began with the same prompt; random numbers come from seed and position.
 """
 
 import collections
@@ -55,7 +54,6 @@ class InProcessEngine(SlotEngine):
         """Places a copy of the parameters and an empty cache.
 
         Args:
-          params: Parameters of the policy; copied.
           slots: Sessions that are held at a time.
           steps_per_call: Tokens per slot and `step`.
           prefill_buckets: Ascending lengths to which pieces are padded; what is longer
@@ -229,13 +227,11 @@ class InProcessEngine(SlotEngine):
         return slot, start, fresh[:-1]
 
     def _fill(self, segments: list[tuple[int, int, np.ndarray]]) -> None:
-        """Brings segments into the cache; the prompt of a group is computed once.
-
-        A slot keeps its prompt while it is free, so the source of a copy may be gone.
-        """
+        """Brings segments into the cache; the prompt of a group is computed once."""
         before, after, computed = [], [], []
         for slot, start, ids in segments:
             prompt = ids.tobytes()
+            # A free slot keeps its prompt: the session that brought it may be gone.
             source = None if start else self._prompts.get(prompt)
             if source == slot:
                 continue
@@ -253,7 +249,6 @@ class InProcessEngine(SlotEngine):
         self._copy(after)
 
     def _copy(self, pairs: list[tuple[int, int]]) -> None:
-        """Copies the cache of one slot to another, pair after pair."""
         if pairs:
             padded = np.zeros((len(self._rows.token), 2), np.int32)
             padded[: len(pairs)] = pairs
@@ -320,10 +315,9 @@ class InProcessEngine(SlotEngine):
 
 
 class EngineGroup:
-    """Samplers on several devices as one, working at the same time.
+    """Samplers on several devices as one: a new session goes where the fewest are.
 
-    A new session goes where the fewest are. Which of them holds it makes no difference
-    to its ids, since all run the same programs.
+    Which one that is makes no difference to its ids, since all run the same programs.
     """
 
     def __init__(self, engines: Sequence[InProcessEngine]):
@@ -380,10 +374,9 @@ class EngineGroup:
 def make(
     places: Sequence[Any], model: Model, params: Params, slots: int, **settings: Any
 ) -> InProcessEngine | EngineGroup:
-    """One sampler over some devices: an engine, or a group of them.
+    """One sampler over some devices or shardings: an engine, or a group of them.
 
-    `places` are devices or shardings, one for each engine; `slots` are sessions in all,
-    a multiple of their number. `params` are copied.
+    `slots` are sessions in all, a multiple of the number of places.
     """
     engine = functools.partial(
         InProcessEngine, model, params, slots // len(places), **settings

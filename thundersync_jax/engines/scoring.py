@@ -1,9 +1,8 @@
 """A frozen model that scores tokens, with the keys and values of every session.
 
-Every token of a session is run once, whoever asks how often. What a score depends on
-is its session's tokens, how they came in turns, and the parameters, bit for bit: turns
-of one call are computed one after the other, in pieces that their own length chooses,
-and a session sees zeros where its own keys end. No thread, no sampling, no loss.
+Every token of a session is run once. A score depends on its session's tokens, how they
+came in turns, and the parameters, bit for bit: turns of one call are computed one after
+the other, in pieces that their own length chooses, each behind its session's own keys.
 """
 
 import dataclasses
@@ -66,11 +65,10 @@ class Rows(NamedTuple):
 def score(model, readout, params, cache, rows, temperature):
     """Runs pieces, one after the other; keeps their keys and values, and reads scores.
 
-    `model` and `readout` are static, `params` as `Model.cast` returns them. `cache`,
-    donated, is `Kept` of every session, which lie before the axis of the tokens.
-    Logits are divided by `temperature`, float32[]. Returns the cache, log-probabilities
-    float32[R, bucket, K], and the ids of kind "top_k", int32[R, bucket, K]; entries
-    behind those that a row asks for are noise.
+    `params` are as `Model.cast` returns them. `cache`, donated, is `Kept` of every
+    session, which lie before the axis of the tokens. Logits are divided by
+    `temperature`, float32[]. Returns the cache, log-probabilities float32[R, bucket, K]
+    and ids int32[R, bucket, K] of kind "top_k"; entries that no row asks for are noise.
     """
     index = jnp.arange(rows.tokens.shape[1], dtype=jnp.int32)
     axis = model.token_axis
@@ -105,10 +103,7 @@ def score(model, readout, params, cache, rows, temperature):
 
 
 def _read(model, readout, params, hidden, row, temperature):
-    """Scores [bucket, K] of the successors that a row asks for, a chunk at a time.
-
-    Most of a prompt is not asked for, and the vocabulary is most of the work.
-    """
+    """Scores [bucket, K] of the successors that a row asks for, a chunk at a time."""
     bucket = row.source.shape[0]
     chunk = min(model.chunk_tokens, bucket)
     project = model.projection(params)
@@ -173,7 +168,6 @@ class ScoringEngine(SlotEngine):
         """Places a copy, and room for sessions; ConfigError: sizes that cannot be.
 
         Args:
-          params: Parameters of the teacher; copied, and never changed.
           kind: The score of a position: the log-probability of the token itself, the
             `top_k` likeliest ids with theirs, or the full distribution.
           top_k: K of kind "top_k", below `width`.
@@ -222,15 +216,7 @@ class ScoringEngine(SlotEngine):
             rows,
             self._temperature,
         )
-        return self._collect(sessions, rows, *jax.device_get(scores))
-
-    def _collect(
-        self,
-        sessions: list[_Session],
-        rows: Rows,
-        logprobs: np.ndarray,
-        ids: np.ndarray,
-    ) -> list[Scored]:
+        logprobs, ids = jax.device_get(scores)
         ended = []
         for i, session in enumerate(sessions):
             entries, length = rows.entries[i], min(session.left, rows.tokens.shape[1])

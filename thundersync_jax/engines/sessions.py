@@ -20,11 +20,10 @@ class Session:
 
 
 class SlotEngine:
-    """What sampler and teacher share: a session keeps the slot that it was given.
+    """What sampler and teacher share: a session keeps its slot until it is released.
 
-    A session takes a slot when one is free, first come, first served, and holds it
-    until it is released. A subclass checks requests in `_check_request`, begins them in
-    `_accept` and answers them in `step`.
+    First come, first served. A subclass checks requests in `_check_request`, begins
+    them in `_accept` and answers them in `step`.
     """
 
     context_tokens: int  # longest sequence of a session
@@ -112,11 +111,7 @@ class SlotEngine:
         return self._buckets[min(index, len(self._buckets) - 1)]
 
     def _copied(self, tree: Any) -> Any:
-        """Arrays at the engine's place, none of them an alias.
-
-        Parameters may be donated by whoever made them; the cache is donated here, and
-        donation must reach each array once.
-        """
+        """Arrays at the engine's place, none an alias: each can be donated once."""
         return jax.tree.map(
             lambda x: jax.device_put(x, self._place, may_alias=False), tree
         )

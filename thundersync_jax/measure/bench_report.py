@@ -105,7 +105,6 @@ def _summary(release: str, rounds: Sequence[Round]) -> dict[str, Any]:
     """Medians over the steps; the peak is over all of them, tokens are added up."""
     lives = [r.lives[release] for r in rounds]
     dispatch = [secs for live in lives for secs in live.dispatch_secs]
-
     reports = [live.step.report for live in lives]
     timings = [live.timing for live in lives]
     step_secs = [timing.step_secs for timing in timings]
@@ -233,22 +232,19 @@ def show(display: Display, result: Mapping[str, Any]) -> None:
     display.table(_TIME_COLUMNS, times, title)
     display.table(_COST_COLUMNS, costs, "Against the formula, and what streaming costs")
     if "peak_bytes" in batch:
-        rows = [_teacher_row(name, releases[name], batch) for name in releases]
+        rows = [
+            [
+                name,
+                f"{_ratio(figures['learner_secs'], batch['learner_secs']):.2f}x",
+                f"{_ratio(figures['tail_secs'], batch['tail_secs']):.2f}x",
+                tables.number(figures["peak_bytes"] / 2**20, 1),
+                tables.number(figures["teacher_tokens_over_trajectory_tokens"]),
+            ]
+            for name, figures in releases.items()
+        ]
         display.table(_TEACHER_COLUMNS, rows, "Work, memory and the teacher")
     for line in _remarks(result):
         display.line(line)
-
-
-def _teacher_row(
-    name: str, figures: Mapping[str, Any], batch: Mapping[str, Any]
-) -> list[str]:
-    return [
-        name,
-        f"{_ratio(figures['learner_secs'], batch['learner_secs']):.2f}x",
-        f"{_ratio(figures['tail_secs'], batch['tail_secs']):.2f}x",
-        tables.number(figures["peak_bytes"] / 2**20, 1),
-        tables.number(figures["teacher_tokens_over_trajectory_tokens"]),
-    ]
 
 
 def _ratio(above: float, below: float) -> float:

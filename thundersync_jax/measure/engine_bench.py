@@ -1,8 +1,7 @@
 """How many tokens a second engines sample: the in-process one beside servers.
 
-All requests of a round are asked at once and sample the same number of tokens, whatever
-they are. Every engine has its round before any has its next one, so that what else the
-machine does meets all of them. No rollouts, no learner, no checks of what was sampled.
+All requests of a round are asked at once and sample the same number of tokens. Engines
+have their rounds in turns, so that what else the machine does meets all of them.
 """
 
 import asyncio
@@ -17,9 +16,9 @@ import numpy as np
 from thundersync_jax.engines.base import (
     Connection,
     Engine,
-    EngineDriver,
     RemoteEngine,
     Request,
+    connect,
 )
 from thundersync_jax.view import tables
 
@@ -77,11 +76,9 @@ def measure(
 
     try:
         for name, engine in engines.items():
+            connections[name] = connect(engine, loop, on_error)
             if hasattr(engine, "connect"):
-                connections[name] = engine.connect(loop, on_error)
                 connections[name].update(params, policy_version, PUBLISH_SECS)
-            else:
-                connections[name] = EngineDriver(engine, loop, on_error)
         numbers = itertools.count()
         return [
             speed

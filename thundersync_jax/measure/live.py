@@ -90,10 +90,9 @@ def live(
 ) -> Live:
     """Runs one step, the one of this number, and measures it.
 
-    `params` are the parameters of `version`, which the sampler holds. `rows` is the
-    number of trajectories per call, 0 the config's; `accumulator` is "plain" or
-    "exact", None the config's. `boundary` does the rest of the step once its gradient
-    is there; `progress` and `on_progress` are those of `run_step`.
+    The sampler holds `params`, those of `version`. `rows` (trajectories per call, 0 the
+    config's) and `accumulator` are as in `replay.replay`, `progress` and `on_progress`
+    as in `run_step`. `boundary` does the rest of the step once its gradient is there.
     """
     stream = run.new_stream(params, version, release, rows, accumulator)
     done = run_step(run, stream, run.train_jobs(step), version, progress, on_progress)
@@ -201,8 +200,8 @@ def released_secs(
 ) -> dict[tuple[int, int], float]:
     """When a rule lets the gradient of each (group, member) start.
 
-    The rule waits for verdicts where rewards are in the loss (`judged`). Failed members
-    hold up their group as well.
+    It waits for verdicts where rewards are in the loss (`judged`). Failed members hold
+    up their group as well.
     """
     failed = {failed.key[1:3]: failed.secs for failed in step.failures}
     ended = step.rewarded_secs if judged else step.completed_secs
@@ -210,11 +209,7 @@ def released_secs(
 
 
 def _arrivals(step: Step, release: str, judged: bool) -> list[float]:
-    """When each call might begin: at the release of its last sample.
-
-    A turn once it is scored; a replay once its trajectory is complete; a shared prompt
-    once the last of its group is released.
-    """
+    """When each call might begin: its last sample is released, or its turn scored."""
     rule = "trajectory" if release == "turn" else release
     released = released_secs(step, rule, judged)
 
@@ -242,10 +237,7 @@ def _dispatch_secs(calls: Sequence[Ran], arrivals: Sequence[float]) -> list[floa
 def sample(
     run: Run, params: Tree, version: int, step: int
 ) -> tuple[list[Trajectory], float]:
-    """Rolls a step out as a benchmark will: with a sampler that remembers nothing.
-
-    Returns the trajectories, and R, the seconds until the last outcome.
-    """
+    """A step's trajectories from a sampler that remembers nothing, and R in seconds."""
     run.publish(params, version)
     return roll_out(run, step, version)
 

@@ -1,10 +1,9 @@
 """Release rules side by side, and how far what they leave differs.
 
-*Replayed*, the trajectories of one step come to fresh streams, so that only the release
-rule, the order of events and the packing of calls differ. *Free runs* share nothing but
-the start and the seed: each publishes its own parameters, samples its own trajectories,
-streams its own gradient and makes its own update; with exact sums all of them must
-leave the same bits, step after step. Comparisons by time are live (module `live`).
+*Replayed*, the trajectories of one step come to fresh streams: only the release rule,
+the order of events and the packing of calls differ. *Free runs* share nothing but the
+start and the seed; with exact sums all must leave the same bits, step after step.
+Comparisons by time are live (module `live`).
 """
 
 import copy
@@ -227,8 +226,7 @@ def control_difference(
 ) -> float:
     """How far batch gradients differ among themselves: the yardstick.
 
-    The largest difference from `reference` among four further batch runs with the
-    trajectories permuted and packed with other numbers of rows per call.
+    The largest difference from `reference` of four runs in other orders and packings.
     """
     rng = np.random.default_rng(seed)
     differences = []
@@ -313,7 +311,10 @@ def run_freely(
             )
         now, version, _ = conclude(run, update, now, replayed, version)
         run.track_baselines(counting(replayed, trajectories))
-        free_run.digests.append(_digests(_outcome(trajectories, replayed, now)))
+        ids = np.concatenate([t.ids for t in trajectories])
+        rewards = np.array([t.reward for t in trajectories], np.float64)
+        outcome = Outcome(ids, rewards, replayed.gradient, *now)
+        free_run.digests.append(_digests(outcome))
         free_run.streamed_shares.append(replayed.report.streamed_share)
         free_run.nonzero_groups.append(nonzero_groups(replayed))
         free_run.gradient_norm = replayed.report.gradient_norm
@@ -367,17 +368,6 @@ def show(display: Display, runs: Sequence[FreeRun], result: dict[str, Any]) -> N
         elif not result["passed"]:
             verdict += ", and FAILED: far from the gradient of plain sums"
     display.line(f"{result['steps']} steps, {len(runs)} variants: {verdict}")
-
-
-def _outcome(
-    trajectories: Sequence[Trajectory], replayed: Replay, now: state.State
-) -> Outcome:
-    return Outcome(
-        np.concatenate([t.ids for t in trajectories]),
-        np.array([t.reward for t in trajectories], np.float64),
-        replayed.gradient,
-        *now,
-    )
 
 
 def _digests(outcome: Outcome) -> dict[str, str]:

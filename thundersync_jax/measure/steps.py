@@ -1,9 +1,7 @@
 """What is measured of a run's steps: a row of metrics each, and what they saved.
 
-A step records when its verdicts came in and what its gradient calls took. From both
-follows what the same step would have taken under a rule that releases later (module
-`timing` has the formula, `bench` measures how well it holds). Nothing is rolled out for
-it.
+When verdicts came in and what gradient calls took tells what the same step would have
+taken under a rule that releases later; `timing` has the formula.
 """
 
 import collections
@@ -50,8 +48,7 @@ def step_metrics(
 ) -> dict[str, float]:
     """One step's row of metrics.jsonl.
 
-    `version` is the policy version that sampled it, `clipped` the norm of its gradient
-    after clipping.
+    Policy `version` sampled it; its gradient's norm after clipping is `clipped`.
     """
     trajectories = step.trajectories
     # Of the verdicts themselves; the stream has them less their penalties.
@@ -156,10 +153,9 @@ class IdleWork:
             self._secs.setdefault(shape(ran), recent).append(ran.secs)
 
     def contention(self, calls: Iterable[Ran]) -> float:
-        """The work of calls over that of the same calls on an idle learner.
+        """The work of calls over that of the same calls on an idle learner, or NaN.
 
-        Prompts that groups share are left out, and calls of a shape that never ran
-        alone. NaN where no call is left.
+        Shared prompts are left out, and calls of a shape that never ran alone.
         """
         samples = [ran for ran in calls if not isinstance(ran.call, Prompt)]
         pairs = [(ran.secs, self._idle_secs(shape(ran))) for ran in samples]
@@ -198,11 +194,10 @@ class IdleWork:
 class LaterReleases:
     """What each step would have taken under the rules that release later than its own.
 
-    The verdicts come when they came. The work is that of the samples whose gradients
-    the rule would have computed: batch and group release leave out a sample of
-    advantage 0, unless the loss has a part without advantage. Each takes as long as a
-    sample of its length takes when nothing runs beside the learner, alone or in a full
-    call, whichever is faster. So a prediction is the best that the rule could reach.
+    Verdicts come when they came. Of the samples, batch and group release leave out
+    those of advantage 0, unless the loss has a part without it (`additive`). Each takes
+    what it takes on an idle learner, alone or in a full call, whichever is faster: a
+    prediction is the best that the rule could reach.
     """
 
     def __init__(self, config: Config, judged: bool, additive: bool):

@@ -1,11 +1,8 @@
 """When gradient calls really ran, seen from a thread that does nothing but wait.
 
-Dispatch returns at once, so the learner loop cannot know when a call ended without
-stopping for it. One thread per replica waits instead and writes the call down.
-
-What a call's gradient is folded into is given to the next fold and cannot be waited
-for. A device runs programs in the order in which one thread dispatched them, so a tiny
-program behind the fold, 5 microseconds of it, tells when that has ended.
+Dispatch returns at once; one thread per replica waits in place of the learner loop. The
+sums that a gradient is folded into are donated to the next fold and cannot be waited
+for. A device runs programs in order, so a tiny one behind the fold tells of its end.
 """
 
 import queue
@@ -56,8 +53,7 @@ class Totals(NamedTuple):
 class LearnerClock:
     """Turns `GradientStream`'s `on_call` into records, and spans on a timeline.
 
-    In a thread of the clock `on_end` is called as soon as a replica can take another
-    call, and `on_span` with the span of the call that has ended.
+    Its threads call `on_end` once a replica can take another call, then `on_span`.
     """
 
     def __init__(
@@ -82,8 +78,7 @@ class LearnerClock:
     def on_call(self, call: Call | TurnCall | Prompt, ended: jax.Array) -> None:
         """Times one call, whose fold has been dispatched as well. Never blocks.
 
-        `ended` is bool[], an output of the gradient's program. A prompt is a call of a
-        single replica.
+        `ended` is bool[], an output of the gradient's program.
         """
         now = time.monotonic()
         folded = _behind(ended)

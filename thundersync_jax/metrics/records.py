@@ -112,10 +112,7 @@ def part_means(trajectories: Iterable[Trajectory]) -> dict[str, float]:
 
 
 def stop_metrics(counts: Mapping[str, int]) -> dict[str, float]:
-    """`stop_<reason>` for every reason, and `truncated_share`, those that were cut off.
-
-    `counts` are trajectories by the value of their `StopReason`.
-    """
+    """Counts by `StopReason` value as `stop_<reason>`, and the `truncated_share`."""
     metrics = {f"stop_{r.value}": counts.get(r.value, 0) for r in StopReason}
     truncated = sum(metrics[f"stop_{r.value}"] for r in StopReason if r.truncated)
     total = sum(metrics.values())
@@ -138,11 +135,10 @@ def write_rollouts(
     compressed: bool = False,
     most_bytes: int | None = None,
 ) -> Path:
-    """Writes all trajectories of one step, or replaces them as a whole.
+    """Writes all trajectories of one step into a file that is whole or not there.
 
-    Advantages, by (group, member), are of the members that count. The file that is
-    returned is complete whenever it exists, whatever interrupts this. Where all files
-    take more than `most_bytes`, the oldest are deleted, this one never.
+    Advantages, by (group, member), are of the members that count. Where all files take
+    more than `most_bytes`, the oldest are deleted, this one never.
     """
     trajectories = sorted(trajectories, key=lambda trajectory: trajectory.key)
     strays = [str(t.key) for t in trajectories if t.key.step != step]
@@ -246,10 +242,7 @@ class Artefacts:
         self._lock = threading.Lock()  # verdicts come from several threads
 
     def begin(self, name: str) -> None:
-        """From here on it is another step, as `step_000012`, with a budget of its own.
-
-        What a killed process kept of it is deleted.
-        """
+        """Begins a step, as `step_000012`; what a killed process kept is deleted."""
         with self._lock:
             self._name, self._bytes = name, 0
             shutil.rmtree(self._folder / name, ignore_errors=True)

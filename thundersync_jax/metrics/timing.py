@@ -1,8 +1,7 @@
 """What ran when, as bars on a timeline, and how far a step and its run are.
 
-Spans are collected from any thread and written as a Chrome trace that Perfetto opens.
-Times are seconds of `time.monotonic`. Nothing is drawn here (module `view.pictures`);
-whether a device really worked during a span is up to whoever reports it.
+Times are seconds of `time.monotonic`. Whether a device really worked during a span is
+up to whoever reports it.
 """
 
 import collections
@@ -68,8 +67,7 @@ def write_chrome_trace(path: str | os.PathLike[str], spans: Iterable[Span]) -> N
     """Writes a trace for ui.perfetto.dev or chrome://tracing, replacing the file.
 
     A track is a process and a lane a thread of it; bars of one lane that overlap get
-    rows of their own, since the format nests them otherwise. Times are microseconds
-    since the first bar.
+    rows of their own, since the format nests them otherwise.
     """
     spans = sorted(spans, key=_by_time)
     origin = spans[0].start_secs if spans else 0.0
@@ -235,8 +233,7 @@ def release_secs(
     if release == "trajectory":
         return dict(rewarded)
     if release == "batch":
-        last = max(rewarded.values(), default=0.0)
-        return dict.fromkeys(rewarded, last)
+        return dict.fromkeys(rewarded, max(rewarded.values(), default=0.0))
     if release == "group":
         last_of: dict[Hashable, float] = {}
         for (group, _), secs in rewarded.items():

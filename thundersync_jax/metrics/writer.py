@@ -1,8 +1,7 @@
 """Metrics: one JSON line per step, and the same numbers to whoever else listens.
 
 A sink is a function of (step, numbers by name); where it has a method `close`, that is
-called at the end. `METRICS` is the table of what the trainer writes; users may write
-other names. What a number means is decided where it is measured.
+called at the end. `METRICS` is what the trainer writes; users may write other names.
 """
 
 import json
@@ -108,7 +107,6 @@ class Metrics:
         """Opens the file, and takes out what would come twice.
 
         Args:
-          workdir: The run's directory.
           resume_step: The first step that will be written: lines at or after it are
             dropped. None keeps every whole line.
           sinks: Other loggers, called as sink(step, scalars) after each line.
@@ -128,14 +126,10 @@ class Metrics:
         self.close()
 
     def write(self, step: int, scalars: Mapping[str, Any]) -> None:
-        """Writes numbers of a step, each of them once.
+        """Writes numbers of a step by name, each once: of Python, numpy or jax.
 
         What comes after other steps gets a line of its own, which `read` puts in place.
-
-        Args:
-          step: Which one.
-          scalars: Numbers of Python, numpy or jax, by name. What is not finite is null
-            in the file, since JSON knows no NaN.
+        What is not finite is null in the file, since JSON knows no NaN.
 
         Raises:
           ValueError: A number again, or a value that is no number.
@@ -199,9 +193,7 @@ def named_sinks(
 
 
 def read(workdir: str | os.PathLike) -> list[dict[str, Any]]:
-    """One dict per step, the first step first, with "step" among its keys.
-
-    A torn line is left out.
+    """One dict per step in order, "step" among its keys; torn lines are left out.
 
     Raises:
       ConfigError: A line whose step is no whole number; the line is named.

@@ -73,8 +73,7 @@ def draw_saved(
 ) -> None:
     """Draws the seconds that all steps so far took, under every release rule.
 
-    `secs` has those of every step by rule; the rule `measured` ran, others are
-    predicted.
+    `secs` of every step, by rule: `measured` ran, the others are predicted.
     """
     totals = {
         release: [0.0, *itertools.accumulate(steps)] for release, steps in secs.items()

@@ -1,10 +1,9 @@
 """What a person sees while a run goes on: one row per step, and little else.
 
 On a terminal a progress line is alive while a step runs and trained tokens have a
-colour; anywhere else the same rows come as plain text without it. In a trajectory every
-run of trained or observed tokens starts a line of its own with its name beside it, so
-that the difference does not depend on colour. Numbers are computed elsewhere; this only
-lays them out, in at most 100 columns.
+colour; anywhere else the same rows come as plain text. Runs of trained and observed
+tokens are named too, so that the difference does not depend on colour. Numbers are
+computed elsewhere; this only lays them out, in at most 100 columns.
 """
 
 import contextlib

@@ -76,9 +76,8 @@ def draw_timeline(
 ) -> None:
     """Draws one step under one release rule or several, on one time axis.
 
-    `panels` has bars by release rule, with tracks and names as on the run's timeline; a
-    panel begins with its first bar and ends with its last. `batch_secs` is the step's
-    time under batch release, where that has no panel.
+    `panels` has the run's bars by release rule, each panel from its first to its last.
+    `batch_secs` is the step's time under batch release, where that has no panel.
     """
     panels = {name: list(spans) for name, spans in panels.items() if spans}
     count = max(len(panels), 1)
@@ -133,10 +132,7 @@ def draw_bars(path: str | os.PathLike[str], bars: Mapping[str, Bar]) -> None:
 
 
 def _draw_panel(axis: "Axes", spans: Sequence[Span], longest: float) -> float:
-    """Trajectories in the order they finished, the learner's replicas below them.
-
-    Returns the middle of the learner's rows.
-    """
+    """Trajectories by their finish, the learner below; returns the learner's middle."""
     start, end = _start(spans), _end(spans)
     rows = _by_finish([s for s in spans if s.track in ("rollout", "verify")])
     lanes = sorted({s.lane for s in spans if s.track == "learner"}) or [""]

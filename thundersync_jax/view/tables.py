@@ -36,10 +36,10 @@ def heading(columns: Sequence[Column]) -> list[str]:
 
 def line(cells: Sequence[str], columns: Sequence[Column]) -> str:
     """Returns the cells side by side. One that is too wide pushes, it is never cut."""
-    parts = []
-    for cell, column in zip(cells, columns, strict=True):
-        pad = cell.ljust if column.left else cell.rjust
-        parts.append(pad(column.extent))
+    parts = [
+        (cell.ljust if column.left else cell.rjust)(column.extent)
+        for cell, column in zip(cells, columns, strict=True)
+    ]
     return _GAP.join(parts).rstrip()
 
 
@@ -50,12 +50,11 @@ def extent(columns: Sequence[Column]) -> int:
 
 def fit(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> list[Column]:
     """Returns the columns, wide enough for all rows."""
-    widths = [
-        max([len(row[i]) for row in rows], default=0) for i in range(len(columns))
-    ]
     return [
-        dataclasses.replace(column, width=max(column.width, width))
-        for column, width in zip(columns, widths, strict=True)
+        dataclasses.replace(
+            column, width=max([column.width, *(len(r[i]) for r in rows)])
+        )
+        for i, column in enumerate(columns)
     ]
 
 

@@ -1,8 +1,7 @@
 """Sampling by vLLM servers: one server for calls that wait, and an engine of several.
 
-Every request sends all ids of its session: what a server keeps of a prefix is its own
-business, and any server can go on. Answers count if they came from the weights that
-were published last. How weights get to the servers is the business of `publish`.
+Every request sends all ids of its session, so that any server can go on. Answers count
+if they came from the weights that were published last.
 """
 
 import asyncio
@@ -36,8 +35,7 @@ class Server:
     """One server, and calls that wait for its answer.
 
     All but `health` and `models` want its development mode. All raise `ConnectionError`
-    where it does not answer in time or not at all, and `ValueError` where it refuses or
-    answers something else.
+    where no answer comes in time, and `ValueError` where it refuses or answers wrongly.
     """
 
     address: str  # as http://localhost:8000
@@ -226,31 +224,25 @@ class VLLMConnection:
     _sessions: dict[Hashable, _Session] = dataclasses.field(default_factory=dict)
 
     async def sample(self, request: Request) -> Response:
-        """Waits for one turn, tried on other servers where one fails.
-
-        ValueError where it does not fit, without weights, or where every try failed.
-        """
+        """As `Connection` says, tried on other servers where one fails."""
         session = self._sessions.setdefault(request.session, _Session())
         prompt = np.concatenate([session.ids, np.asarray(request.new_ids, np.int32)])
         version = self._policy_version
         self._check_request(request, prompt, version)
-        max_tokens, stop_ids = request.max_new_tokens, request.stop_ids
+        asked = {
+            "prompt": prompt,
+            "max_tokens": request.max_new_tokens,
+            "stop_ids": request.stop_ids,
+            "stop_texts": request.stop_texts,
+        }
         body = functools.partial(
             wire.completion_request,
-            prompt=prompt,
-            max_tokens=max_tokens,
             temperature=request.temperature,
             seed=wire.seed_number(request.seed),
-            stop_ids=stop_ids,
-            stop_texts=request.stop_texts,
+            **asked,
         )
         read = functools.partial(
-            wire.read_completion,
-            prompt=prompt,
-            max_tokens=max_tokens,
-            stop_ids=stop_ids,
-            vocab_size=self._engine.vocab_size,
-            stop_texts=request.stop_texts,
+            wire.read_completion, vocab_size=self._engine.vocab_size, **asked
         )
         name = f"{request.session} turn {session.turns}"
         turn = await self._servers.ask(request.session, name, body, read)

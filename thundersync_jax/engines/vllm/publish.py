@@ -73,10 +73,7 @@ class Publisher:
     def publish(
         self, params: Params, version: int, servers: Sequence[Server]
     ) -> Published:
-        """Gives servers the policy's parameters, which lie on the learner's devices.
-
-        No server answers a trajectory meanwhile. The policy version is part of the
-        weights' name.
+        """Gives servers the policy's parameters, while none answers a trajectory.
 
         Raises:
           ServerError: A server refused the weights, or answers by others.

@@ -1,9 +1,8 @@
 """Several vLLM servers as one that answers: who is asked, how often, and who is left.
 
 A session stays with the server that answered it, since that holds its prefix; a new one
-goes where the fewest are. What fails is tried again elsewhere, not for ever. A server
-that is gone, hangs or has other weights is taken out for the rest of the run. All of it
-belongs to one event loop.
+goes where the fewest are. A server that is gone, hangs or has other weights is taken
+out for the rest of the run. All of it belongs to one event loop.
 """
 
 import asyncio

@@ -1,9 +1,8 @@
 """A `rollout.teacher.Teacher` on vLLM servers.
 
-It scores through prompt log-probabilities: what a server says of tokens that it is
-given. vLLM takes those before temperature, so that there is no teacher at another one
-than 1, and computes them anew for the whole sequence: a turn costs all tokens so far.
-Numbers are normalised over all rows of the served model, its padding included.
+It scores through prompt log-probabilities. vLLM takes those before temperature, which
+must be 1, and computes them anew for the whole sequence: a turn costs all tokens so
+far. Numbers are normalised over all rows of the served model, its padding included.
 """
 
 import asyncio
@@ -23,11 +22,7 @@ from thundersync_jax.errors import ConfigError
 
 @dataclasses.dataclass(eq=False)
 class VLLMTeacher:
-    """What a remote teacher is asked for; `connect` puts it into an event loop.
-
-    Raises ConfigError where that cannot be, or where a server is not there or cannot do
-    it: all are asked at once.
-    """
+    """What a remote teacher is asked for; ConfigError where a server cannot do it."""
 
     addresses: Sequence[str]  # of the servers, each as http://localhost:8000
     _: dataclasses.KW_ONLY
@@ -85,10 +80,7 @@ class VLLMTeacherConnection:
     async def logprobs(
         self, session: Hashable, tokens: np.ndarray, positions: np.ndarray
     ) -> Scored:
-        """As `Teacher` says, tried on other servers where one fails.
-
-        ValueError where a token is none of the teacher's, or every try failed.
-        """
+        """As `Teacher` says, tried on other servers where one fails."""
         tokens, positions = np.asarray(tokens, np.int32), np.asarray(positions)
         outside = tokens[(tokens < 0) | (tokens >= self._teacher.width)]
         if len(outside):
@@ -96,7 +88,6 @@ class VLLMTeacherConnection:
                 f"session {session!r} has token {outside[0]}; policy and teacher share "
                 f"ids 0 .. {self._teacher.width - 1}"
             )
-
         top_k = self._teacher.top_k
         body = partial(wire.scoring_request, prompt=tokens, top_k=top_k)
         read = partial(self._read, tokens=tokens, positions=positions)

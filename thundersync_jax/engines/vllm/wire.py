@@ -1,9 +1,8 @@
 """vLLM's wire format: HTTP clients, requests, and what an answer must hold.
 
-Nothing is retried here. Ids go out and ids come back, never text. All that a folder's
-generation_config.json could change about sampling is sent explicitly, so that a
-log-probability is that of the whole distribution. httpx is imported where a client is
-made, so that nobody else needs it.
+Ids go out and ids come back, never text. All that a folder's generation_config.json
+could change about sampling is sent explicitly, so that a log-probability is that of the
+whole distribution. httpx is imported where a client is made: nobody else needs it.
 """
 
 import functools
@@ -138,14 +137,13 @@ def completion_request(
 def scoring_request(model: str, prompt: np.ndarray, top_k: int) -> dict[str, Any]:
     """The body of POST /v1/completions that scores int[N], a prompt.
 
-    One token has to be sampled too. Scores are before temperature, whatever it is.
-    `top_k` likeliest ids per position come beside the one that stands there.
+    Per position `top_k` likeliest ids come beside the one that stands there.
     """
     return {
         **_WHOLE_DISTRIBUTION,
         "model": model,
         "prompt": np.asarray(prompt).tolist(),
-        "max_tokens": 1,
+        "max_tokens": 1,  # at least
         "temperature": 0.0,
         "prompt_logprobs": top_k,
         "return_token_ids": True,
