@@ -2,11 +2,9 @@
 
     python -m thundersync_jax.bench --config=configs/bench_cpu.py
 
-Every step is run live under all of them in turns (docs/speed.md). Each begins with the
-first policy: its update is made and published, and taken back. Nothing is replayed: the
-rules sample the same trajectories because keys and parameters are the same. With exact
-sums a further contestant tells what exactness costs. `--engines` measures samplers
-instead: the in-process engine beside the servers of `vllm.servers`.
+Every step is run live under all of them in turns (docs/speed.md), each time from the
+first policy, so that keys and parameters, and with them the trajectories, are the same.
+`--engines` measures samplers instead: the in-process one beside `vllm.servers`.
 """
 
 import contextlib

@@ -70,8 +70,7 @@ def compare(workdirs: Sequence[str], *, plot: str | None = None) -> dict[str, An
     labels = _labels(folders)
     display = Display()
     display.table(
-        _COLUMNS,
-        [_cells(label, run) for label, run in zip(labels, facts, strict=True)],
+        _COLUMNS, [_cells(label, run) for label, run in zip(labels, facts, strict=True)]
     )
     display.line(
         f"success: of held-out answers; training reward: over the last {_LATEST_STEPS} "

@@ -35,10 +35,8 @@ class PolicyFault(Exception):
 
 
 def full(error: BaseException) -> str | None:
-    """What an error says where a disk, or one's share of it, is full; else None.
-
-    Libraries that write in threads of their own pass on the system's words alone.
-    """
+    """What an error says where a disk, or one's share of it, is full; else None."""
+    # Libraries that write in threads of their own pass on the system's words alone.
     for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         if getattr(error, "errno", None) == code or os.strerror(code) in str(error):
             return os.strerror(code)

@@ -40,7 +40,6 @@ def evaluate(
     limit); the model may not.
 
     Args:
-      config: The settings.
       workdir: Directory of a training run.
       samples: Answers per question; None takes 4, and 1 at temperature 0.
       questions: Held-out questions; None takes `evaluation.questions`.

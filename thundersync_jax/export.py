@@ -2,10 +2,8 @@
 
     python -m thundersync_jax.export --config=FILE.py --workdir=DIR --folder=OUT
 
-The newest policy of the work directory, or with `--step` that of another checkpoint;
-with `--initial` the parameters that a run begins with, which is what servers start from
-(`launch/local_vllm.sh`); with `--untied` the head is a tensor of its own. Tokenizer and
-chat template are those of `model.path`, or the byte-level vocabulary.
+Tokenizer and chat template are those of `model.path`, or the byte-level vocabulary.
+Servers start from the folder of `--initial` (`launch/local_vllm.sh`).
 """
 
 import dataclasses
@@ -39,7 +37,6 @@ def export(
     """Writes the folder; an existing one is replaced file by file.
 
     Args:
-      config: The settings.
       workdir: Directory of a training run; not needed for `initial`.
       folder: Directory to write.
       step: Step of the checkpoint to write, 0 for the warm start's policy; None takes
@@ -95,12 +92,7 @@ def export(
     byte_level = source is None
     generation = {"eos_token_id": tokenizer.END} if byte_level else None
     weights.save(
-        folder,
-        model,
-        params,
-        dtype,
-        tokenizer_from=source,
-        generation=generation,
+        folder, model, params, dtype, tokenizer_from=source, generation=generation
     )
     if byte_level:
         replace_json(Path(folder) / "tokenizer.json", tokenizer.tokenizer_json())

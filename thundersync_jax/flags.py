@@ -152,11 +152,9 @@ def _run(
         return {}
     arguments: list[Any] = []
     if "config" in needs:
-        _need(
-            "config", values["config"], "FILE.py, e.g. --config=configs/quickstart.py"
-        )
-        from_file = load_config(values["config"])
-        config = override(from_file, texts)
+        example = "FILE.py, e.g. --config=configs/quickstart.py"
+        _need("config", values["config"], example)
+        config = override(load_config(values["config"]), texts)
         if values["print_config"]:
             _print_config(config, values["config"], texts)
             return config_dict(config)
@@ -256,13 +254,8 @@ def _help(
     program = f"-m {spec.name}" if spec else sys.argv[0]
     about = (inspect.getdoc(command) or "").partition("\n\n")[0]
     alone = f"{positional.upper()} ... " if positional else ""
-    lines = [
-        about,
-        "",
-        f"usage: python {program} {alone}--flag=value ...",
-        "",
-        "flags:",
-    ]
+    usage = f"usage: python {program} {alone}--flag=value ..."
+    lines = [about, "", usage, "", "flags:"]
     values = {"config": "=FILE.py", "workdir": "=DIR"}
     kinds = {int: "=N", float: "=X", str: "=TEXT", bool: "", tuple: "=A,B"}
     for name, flag in accepted.items():

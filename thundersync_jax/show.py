@@ -133,10 +133,7 @@ def _worst(records: Sequence[Record], count: int) -> list[Record]:
 
 
 def _show_members(
-    display: Display,
-    records: Sequence[Record],
-    title: str,
-    columns: Sequence[Column],
+    display: Display, records: Sequence[Record], title: str, columns: Sequence[Column]
 ) -> None:
     """A table of trajectories, and the text of each."""
     rows = [_member_cells(record)[-len(columns) :] for record in records]

@@ -2,9 +2,8 @@
 
     python -m thundersync_jax.train --config=configs/quickstart.py --workdir=DIR
 
-The same command again resumes. A step whose gradient is exactly zero (nothing kept, or
-every advantage 0 and no other term) updates nothing: parameters, optimizer state and
-policy version stay, the step counts.
+The same command again resumes. A step whose gradient is exactly zero counts, but leaves
+parameters, optimizer state and policy version as they are.
 """
 
 import gc
@@ -56,7 +55,6 @@ def train(
     """Runs a config to its end in a work directory, from wherever it was.
 
     Args:
-      config: The settings.
       workdir: Holds config, checkpoints, metrics, rollouts and pictures.
       environment: Makes the task set, in place of `config.env.factory`.
       surrogate: Makes the policy term of the loss, in place of `loss.surrogate`.
@@ -162,8 +160,7 @@ class _Loop:
         self._update.compile(now)
         self._later = steps.LaterReleases(run.config, run.judged, run.additive)
         self._later.measure(run, now.params, version)
-        # A full collection walks all that compiling left behind: 0.3 s in which every
-        # thread stands still. Nothing of it will be freed.
+        # A full collection walks all that compiling left: every thread stops for 0.3 s.
         gc.freeze()
         self._progress = RunProgress(run.config.steps, steps_done=start)
 

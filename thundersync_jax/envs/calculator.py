@@ -1,8 +1,7 @@
 """A calculator for untrusted text: + - * / ( ), unary minus and gcd(a, b, ...).
 
 A recursive-descent parser over exact fractions. Nothing of Python is ever evaluated,
-there is no power operator, and the four bounds below bound the time as well (about
-a millisecond), so a model cannot stall or escape through the tool.
+and the four bounds below bound the time as well, to about a millisecond.
 
     sum      = product (("+" | "-") product)*
     product  = factor (("*" | "/") factor)*
@@ -33,8 +32,7 @@ class CalculatorError(ValueError):
 def evaluate(text: str) -> str:
     """Returns the value: an integer, or a decimal rounded to six places (half to even).
 
-    Trailing zeros are dropped and exponents are never used: 7/2 is 3.5, 1/3 is
-    0.333333 and 6/2 is 3.
+    There are no trailing zeros and no exponents: 7/2 is 3.5, 1/3 is 0.333333.
 
     Raises:
       CalculatorError: Anything but an expression within the bounds.

@@ -1,10 +1,9 @@
 """Made-up work for benchmarks: tool calls and lengths as asked for, by any policy.
 
-Nothing has to be learned first. Any action is a tool call until a trajectory has made
-its number of them; the next one ends it. The reward looks for lower-case letters, which
-random weights sample in unequal amounts: few groups are uniform. How many calls and how
-long their answers are follows from the sampled ids, so every release rule meets the
-same work.
+Any action is a tool call until a trajectory has made its number of them; the next one
+ends it. The reward looks for lower-case letters, which random weights sample in unequal
+amounts: few groups are uniform. The number of calls and the lengths of answers follow
+from the sampled ids, so every release rule meets the same work.
 """
 
 import dataclasses

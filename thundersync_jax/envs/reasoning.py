@@ -1,8 +1,7 @@
 """Arithmetic with a calculator: questions and verdicts of the reasoning-gym library.
 
 The policy may call the tool in any number of turns and then answers in plain text. The
-reward is the library's own `score_answer`, partial credit included; a success is a
-score of exactly 1. Model text is parsed, never evaluated.
+reward is the library's own `score_answer`, partial credit included.
 
 Source: Stojanovski et al., Reasoning Gym, arXiv 2505.24760.
 """
@@ -124,10 +123,9 @@ class ReasoningEnvironment:
 def make(env: EnvConfig, seed: int) -> TaskSet:
     """Returns the tasks of `env.options` (ReasoningOptions, None for its defaults).
 
-    Whether a question is held out depends on its text alone: one text in eight, by its
-    hash. So neither seeds nor counts can leak one into training, runs with different
-    seeds are evaluated on the same questions, and both sides see the library's own
-    distribution. Held-out questions are all different.
+    One text in eight is held out, by its hash: neither seeds nor counts can leak one
+    into training, and all runs are evaluated on the same questions. Held-out questions
+    are all different.
 
     Raises:
       ConfigError: The library is missing, or there are too few different questions.
@@ -159,12 +157,11 @@ def _dataset(options: ReasoningOptions, name: str) -> Any:
     user = f"tasks of env.factory {__name__}:make"
     reasoning_gym = installed("reasoning_gym", user, "tasks")
     (few, many), (short, long) = options.terms, options.digits
+    sizes = {"min_terms": few, "max_terms": many}
+    sizes |= {"min_digits": short, "max_digits": long}
     if name == "gcd":
-        values = {"min_value": 10 ** (short - 1), "max_value": 10**long - 1}
-        sizes = {"min_numbers": few, "max_numbers": many} | values
-    else:
-        digits = {"min_digits": short, "max_digits": long}
-        sizes = {"min_terms": few, "max_terms": many} | digits
+        sizes = {"min_numbers": few, "max_numbers": many}
+        sizes |= {"min_value": 10 ** (short - 1), "max_value": 10**long - 1}
     return reasoning_gym.create_dataset(name, seed=0, **sizes)
 
 

@@ -1,12 +1,8 @@
 """A Hugging Face folder: its config.json, the names of its tensors, and their files.
 
-One table of names serves Qwen 2, 2.5 and 3 and Llama 3: they name alike what they
-share. The shape in a config.json is read by `config/model_folder.py`.
-
-The safetensors library reads. A file is open for one block of one tensor at a time, so
-that memory stays near what is copied out, however large the file: what the library maps
-stays resident until it is closed. Writing goes tensor after tensor, which the library
-cannot. No jax.
+The shape in a config.json is read by `config/model_folder.py`. A file is open for one
+block of one tensor at a time: what the safetensors library maps stays resident until it
+is closed. It cannot write tensor after tensor, so that is done here. No jax.
 """
 
 import json
@@ -32,11 +28,7 @@ _CONTEXT_TOKENS = 32_768  # the longest, where neither a folder nor a scaling sa
 
 
 class Tensor(NamedTuple):
-    """One tensor of a folder.
-
-    The parameter is `stored.reshape(apart).transpose(axes)`: the files have the output
-    first and the heads in one axis.
-    """
+    """A tensor of a folder. Its parameter: `stored.reshape(apart).transpose(axes)`."""
 
     name: str
     leaf: tuple[str, ...]  # path of the parameter in the tree
@@ -134,8 +126,6 @@ def tensors(config: ModelConfig) -> list[Tensor]:
     if config.qk_norm:
         layer["query_norm"] = ("self_attn.q_norm.weight", (h,), (0,))
         layer["key_norm"] = ("self_attn.k_norm.weight", (h,), (0,))
-
-    first = [_whole(EMBEDDING, "embed", vocabulary)]
     layers = [
         Tensor(
             f"model.layers.{i}.{name}",
@@ -151,7 +141,7 @@ def tensors(config: ModelConfig) -> list[Tensor]:
     last = [_whole("model.norm.weight", "final_norm", (d,))]
     if not config.tied_embeddings:
         last.append(_whole(HEAD, "unembed", vocabulary))
-    return [*first, *layers, *last]
+    return [_whole(EMBEDDING, "embed", vocabulary), *layers, *last]
 
 
 def _family_of(config: ModelConfig) -> str:
@@ -287,9 +277,8 @@ def copy_part(
 ) -> None:
     """out[...] = stored.reshape(apart).transpose(axes)[part], cast to out's dtype.
 
-    The shape `apart` has as many elements, its axes are those of the file or cut one of
-    them in two, and `axes` puts them in the order of `out`. `part` has one slice per
-    axis of `out`, with steps of 1, and the shape of `out`.
+    The axes of `apart` are those of the file, of which one may be cut in two. `part`
+    has one slice per axis of `out`, with steps of 1, and the shape of `out`.
 
     Raises:
       ConfigError: A number of the part is not finite in out's dtype.
@@ -340,10 +329,7 @@ def equal(a: Stored, b: Stored) -> bool:
 def write(
     path: Path, pieces: Sequence[Piece], dtype: np.dtype, metadata: Mapping[str, str]
 ) -> None:
-    """Writes one file, tensor after tensor; it is there once it is whole.
-
-    All tensors are stored as `dtype`; the header carries the texts of `metadata`.
-    """
+    """Writes one file of tensors as `dtype`; it is there once it is whole."""
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     offset = 0
     for piece in pieces:
@@ -375,6 +361,5 @@ def _opened(path: Path) -> Any:
     except (OSError, safetensors.SafetensorError) as error:
         raise ConfigError(
             f"{path} was to be read, but {model_folder.not_there(path) or error}; "
-            "expected a whole safetensors file. "
-            f"{_AGAIN}"
+            f"expected a whole safetensors file. {_AGAIN}"
         ) from error

@@ -1,7 +1,6 @@
 """Weights of Hugging Face folders: into sharded parameters, and back.
 
-A process reads only what its devices hold. Parameters are float32 (float64 for float64
-models) whatever a folder stores. What a config.json means is in `model_folder.py`.
+A process reads only what its devices hold.
 """
 
 import os
@@ -98,10 +97,8 @@ def check(folder: str | os.PathLike, config: ModelConfig) -> dict[str, files.Sto
 def load(folder: str | os.PathLike, config: ModelConfig, shardings: Any) -> Params:
     """The parameters of a Hugging Face folder, laid out over devices.
 
-    `shardings` is the tree of `transformer.init` with a sharding for each array.
-
-    Returns:
-      The tree of `transformer.init`: float32 (float64 for float64 models).
+    Like `shardings`, this is the tree of `transformer.init`: float32 (float64 for
+    float64 models).
 
     Raises:
       ConfigError: As `check`, with nothing on a device then, or a weight is NaN or
@@ -191,9 +188,8 @@ def write_tensors(
     """Replaces the weights of a folder, its safetensors files alone.
 
     Whoever reads meanwhile, or after this was killed, finds all of the old weights or
-    all of the new: a new file takes the place of the old one, or files under new names
-    become the model's with their index. The host holds two copies of one tensor at
-    most. Arguments and errors are those of `save`.
+    all of the new. The host holds two copies of one tensor at most. Arguments and
+    errors are those of `save`.
     """
     require(
         dtype in STORED_DTYPES,
@@ -276,9 +272,8 @@ def _piece(tensor: files.Tensor, params: Params, dtype: np.dtype) -> files.Piece
         # Narrow casts run on the device: half as many bytes come to the host.
         on_device = dtype if dtype.itemsize < leaf.dtype.itemsize else leaf.dtype
         layer = None if tensor.layer is None else np.int32(tensor.layer)
-        array = np.asarray(_cast_layer(leaf, layer, on_device)).astype(
-            dtype, copy=False
-        )
+        array = np.asarray(_cast_layer(leaf, layer, on_device))
+        array = array.astype(dtype, copy=False)
         if not np.isfinite(array).all():
             raise ValueError(
                 f"{tensor.name} is not finite in {dtype}; nothing is saved. A wider "

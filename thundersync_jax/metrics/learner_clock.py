@@ -57,9 +57,7 @@ class LearnerClock:
     """
 
     def __init__(
-        self,
-        on_span: Callable[[Span], None],
-        on_end: Callable[[], None] = lambda: None,
+        self, on_span: Callable[[Span], None], on_end: Callable[[], None] = lambda: None
     ):
         self._on_span = on_span
         self._on_end = on_end

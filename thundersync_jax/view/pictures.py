@@ -186,11 +186,7 @@ def _draw_parts(axis: "Axes", row: int, bar: Bar, step_secs: float) -> None:
 
 
 def _annotate(
-    axis: "Axes",
-    name: str,
-    spans: Sequence[Span],
-    unit: Unit,
-    batch_secs: float | None,
+    axis: "Axes", name: str, spans: Sequence[Span], unit: Unit, batch_secs: float | None
 ) -> None:
     timing = step_timing(spans, _start(spans), _end(spans))
     text = f"{unit.text(timing.step_secs)}     learner idle {timing.idle_fraction:.0%}"
