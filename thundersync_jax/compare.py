@@ -67,7 +67,8 @@ def compare(workdirs: Sequence[str], *, plot: str | None = None) -> dict[str, An
         for folder, saved, rows in zip(folders, settings, metrics, strict=True)
     ]
     changed = _changed(settings)
-    labels = _labels(folders)
+    names = collections.Counter(folder.name for folder in folders)
+    labels = [str(f) if names[f.name] > 1 else f.name for f in folders]
     display = Display()
     display.table(
         _COLUMNS, [_cells(label, run) for label, run in zip(labels, facts, strict=True)]
@@ -135,12 +136,6 @@ def _changed(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
         values = [run[name].current if name in run else saved for run in changes]
         table[name] = [saved, *values]
     return table
-
-
-def _labels(folders: Sequence[Path]) -> list[str]:
-    """Names of the folders, whole paths where two have the same."""
-    names = collections.Counter(folder.name for folder in folders)
-    return [str(f) if names[f.name] > 1 else f.name for f in folders]
 
 
 def _draw(path: str, runs: Mapping[str, Rows]) -> None:

@@ -79,6 +79,7 @@ def evaluate(
         run.artefacts.begin(f"evaluated_{step:06d}")
         evaluation = heldout(run, step, questions, samples, temperature=temperature)
     stops = stop_metrics(evaluation.stop_reasons)
+    draws = sorted({*(2**i for i in range(samples.bit_length())), samples})
     result = {
         "step": step,
         "questions": questions,
@@ -88,7 +89,7 @@ def evaluate(
         "interval": list(evaluation.interval),
         "reward": evaluation.reward,
         "parts": evaluation.parts,
-        "pass_at": {str(k): evaluation.pass_at(k) for k in _draws(samples)},
+        "pass_at": {str(k): evaluation.pass_at(k) for k in draws},
         "turns_mean": _mean([t.turns for t in evaluation.trajectories]),
         "action_tokens_mean": _mean([t.action_tokens for t in evaluation.trajectories]),
         "stop_reasons": evaluation.stop_reasons,
@@ -104,11 +105,6 @@ def evaluate(
     for reason, count in sorted(evaluation.stop_reasons.items()):
         display.line(f"{reason:<18} {count:5d}")
     return result
-
-
-def _draws(most: int) -> list[int]:
-    """Powers of two, and the most there are."""
-    return sorted({*(2**i for i in range(most.bit_length())), most})
 
 
 def _mean(values: list[int]) -> float:

@@ -81,7 +81,9 @@ def show(
             f"--group=0 --member={member}."
         )
     step, records = read_step(workdir, step)
-    groups = _by_group(records)
+    groups: dict[int, list[Record]] = {}
+    for record in records:
+        groups.setdefault(record.trajectory.key.group, []).append(record)
     display = Display()
     result: dict[str, Any] = {"step": step}
     if worst is not None or failed:
@@ -148,13 +150,6 @@ def _show_text(display: Display, record: Record) -> None:
     )
     if record.trajectory.log:
         display.log(record.trajectory.log)
-
-
-def _by_group(records: Sequence[Record]) -> dict[int, list[Record]]:
-    groups: dict[int, list[Record]] = {}
-    for record in records:
-        groups.setdefault(record.trajectory.key.group, []).append(record)
-    return groups
 
 
 def _pick(numbered: dict[int, Any], wanted: int, kind: str) -> Any:

@@ -200,10 +200,7 @@ class EngineDriver:
             self.call(compiles, math.inf)
 
     def call(self, function: Callable[[], Any], limit_secs: float) -> Any:
-        """Runs a function in the engine's thread, after all it was told before.
-
-        RuntimeError where the thread is dead or does not answer in time.
-        """
+        """Runs a function in the engine's thread; RuntimeError where none answers."""
         answer: Future = Future()
         self._inbox.put(partial(_call, function, answer))
         deadline = time.monotonic() + limit_secs

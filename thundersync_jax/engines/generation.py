@@ -18,14 +18,11 @@ SEED_INTEGERS = 8  # per request
 
 
 class Rows(NamedTuple):
-    """What a decode call needs to know of every slot; idle rows have nothing remaining.
-
-    They may be computed all the same, and write behind their length.
-    """
+    """What a decode call needs to know of every slot, idle ones included."""
 
     token: np.ndarray  # int32[slots], known but not yet in the cache
     length: np.ndarray  # int32[slots], tokens in the cache
-    remaining: np.ndarray  # int32[slots], tokens that may still be sampled
+    remaining: np.ndarray  # int32[slots], tokens that may still be sampled; idle: 0
     temperature: np.ndarray  # float32[slots]
     stop_ids: np.ndarray  # int32[slots, STOP_IDS], padded with -1
     seed: np.ndarray  # uint32[slots, 1 + 2 * SEED_INTEGERS], count, then two words each
@@ -57,10 +54,7 @@ def prefill(model, params, cache, ids, place, count):
 
 @functools.partial(jax.jit, donate_argnums=0)
 def copy(cache, pairs, count):
-    """Copies slots, one pair after the other: `pairs` int32[slots, 2], source, target.
-
-    `cache` is donated; `count` int32[] pairs are in use.
-    """
+    """Copies `count` slots by `pairs` int32[slots, 2], source and target, in order."""
 
     def run(i, cache):
         source, target = pairs[i]

@@ -315,10 +315,7 @@ class InProcessEngine(SlotEngine):
 
 
 class EngineGroup:
-    """Samplers on several devices as one: a new session goes where the fewest are.
-
-    Which one that is makes no difference to its ids, since all run the same programs.
-    """
+    """Samplers on several devices as one: a new session goes where the fewest are."""
 
     def __init__(self, engines: Sequence[InProcessEngine]):
         """Takes engines of one model, with as many slots each."""

@@ -1,7 +1,4 @@
-"""Weights of Hugging Face folders: into sharded parameters, and back.
-
-A process reads only what its devices hold.
-"""
+"""Weights of Hugging Face folders: into sharded parameters, and back."""
 
 import os
 from collections.abc import Mapping, Sequence

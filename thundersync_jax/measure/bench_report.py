@@ -65,13 +65,10 @@ class Cost(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """One step under every rule, and what its calls cost beside an idle learner's.
-
-    With exact sums `PLAIN` took part as well.
-    """
+    """One step under every rule, and under `PLAIN` with exact sums."""
 
     lives: dict[str, Live]
-    contention: dict[str, float]
+    contention: dict[str, float]  # the time of calls over that on an idle learner
     costs: dict[str, Cost] = dataclasses.field(default_factory=dict)  # with a teacher
 
 

@@ -283,10 +283,7 @@ def scale_latencies(
 
 
 def next_scale(tried: Sequence[tuple[float, float]], wanted_secs: float) -> float:
-    """The next guess: R grows about linearly with the scale.
-
-    `tried` has pairs of scale and R in seconds, the newest last.
-    """
+    """The next guess after pairs of scale and R, which grows about linearly with it."""
     scale, secs = tried[-1]
     if len(tried) > 1:
         before, before_secs = tried[-2]
@@ -298,10 +295,7 @@ def next_scale(tried: Sequence[tuple[float, float]], wanted_secs: float) -> floa
 
 
 class PeakBytes:
-    """Watches devices of one kind while it is used as a context; none: nothing.
-
-    `bytes` is the most that the fullest device has held so far.
-    """
+    """As a context it watches devices: `bytes` is the most that one has held."""
 
     def __init__(self, devices: Collection[jax.Device]):
         self.bytes = 0

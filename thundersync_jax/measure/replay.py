@@ -60,10 +60,7 @@ class Variant:
     def events(
         self, trajectories: Sequence[Trajectory], seed: int, step: int, window: int
     ) -> list[Event]:
-        """The order in which a step's trajectories arrive, another one in each step.
-
-        `window` is the number of groups that may hold sums at a time.
-        """
+        """The order of arrival in a step, where `window` groups may hold sums."""
         if self.order:
             rng = np.random.default_rng((seed, step, self.order))
             return interleaved(trajectories, rng)

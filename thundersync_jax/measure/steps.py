@@ -221,10 +221,7 @@ class LaterReleases:
                 break
 
     def step(self, step: Step, end_secs: float) -> dict[str, float]:
-        """Takes one step after the other, and returns metrics of it.
-
-        `end_secs` is when its new parameters were there, on the monotonic clock.
-        """
+        """Metrics of the next step, whose new parameters were there at `end_secs`."""
         if not self._releases:
             return {}
         beside_rollouts = []

@@ -97,8 +97,7 @@ class LearnerClock:
     def take(self) -> list[Ran]:
         """Returns the calls since the last `take` by their ends, once all have ended.
 
-        Raises:
-          RuntimeError: A thread has died, so that some end will never be known.
+        RuntimeError where a thread has died, so that some end will never be known.
         """
         for replica, calls in self._queues.items():
             seen = threading.Event()

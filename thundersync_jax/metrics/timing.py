@@ -182,10 +182,7 @@ def step_timing(
 def idle_fraction(
     spans: Sequence[Span], start_secs: float, end_secs: float, replicas: int = 1
 ) -> float:
-    """Returns the share of the step in which a replica has nothing to do, 0 to 1.
-
-    A boundary occupies every replica; overlapping calls of one replica count once.
-    """
+    """Returns the share of the replicas' time without a call and boundary, 0 to 1."""
     spans = clip(spans, start_secs, end_secs)
     boundary = [span for span in spans if span.track == "boundary"]
     lanes = _lanes(span for span in spans if span.track == "learner")

@@ -1,7 +1,4 @@
-"""Pictures of whole runs: held-out success over time, and what streaming saved.
-
-Drawn with matplotlib as those of module `pictures`.
-"""
+"""Pictures of whole runs: held-out success over time, and what streaming saved."""
 
 import itertools
 import math

@@ -103,10 +103,7 @@ class Display:
     def live(
         self, title: str, clock: Callable[[], float] = time.monotonic
     ) -> Iterator[None]:
-        """Keeps a progress line on a terminal until the block ends.
-
-        It begins with `title`; `clock` is that of `Progress.started_secs`.
-        """
+        """Keeps a progress line on a terminal until the block ends."""
         self._progress = None
         if not self._lively:
             yield
@@ -123,9 +120,9 @@ class Display:
 
     @contextlib.contextmanager
     def patience(self) -> Iterator[Callable[[], None]]:
-        """Repeats the latest line every few seconds in which nothing is written.
+        """Repeats the latest line in every long silence, until the block ends.
 
-        Until the block ends, or what it is given is called.
+        It ends before where what the block is given is called.
         """
         ended = threading.Event()
 
@@ -184,10 +181,9 @@ class Display:
         lines: int | None = 12,
         pieces: Sequence[Piece] | None = None,
     ) -> None:
-        """A trajectory with the trained tokens apart from the observed ones.
+        """A trajectory, trained and observed tokens apart, each run cut to `lines`.
 
-        Each segment shows at most `lines` lines, its middle is left out; None shows
-        all. `pieces` is the trajectory's text, None where its tokens are byte-level.
+        `pieces` is the trajectory's text, None where its tokens are byte-level.
         """
         if pieces is None:
             pieces = base.pieces(ByteLevel(), trajectory)

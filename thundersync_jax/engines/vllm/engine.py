@@ -104,10 +104,7 @@ class Server:
         return wire.read_completion(answer, prompt, max_tokens, stop_ids)
 
     def score(self, prompt: np.ndarray, top_k: int = 0) -> np.ndarray:
-        """Scores int[N] tokens before temperature: float32[N - 1], the first has none.
-
-        The server computes the `top_k` likeliest ids beside.
-        """
+        """Scores int[N] tokens but the first, before temperature: float32[N - 1]."""
         body = wire.scoring_request(self.models().name, prompt, top_k)
         answer = self._call("POST", "/v1/completions", body)
         positions = np.arange(1, len(prompt))

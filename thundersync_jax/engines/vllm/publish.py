@@ -44,10 +44,7 @@ class Probe(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class Publisher:
-    """Brings parameters to servers, and makes sure that they arrived.
-
-    Raises ConfigError where the servers' folder holds another model, or none.
-    """
+    """Brings parameters to servers; ConfigError: their folder holds no such model."""
 
     settings: VLLMConfig  # folder and dtype of the servers, and the tolerance
     model: ModelConfig  # shape of the policy
@@ -102,7 +99,20 @@ class Publisher:
         written = params
         if not self._served.tied_embeddings:
             written = params | {"unembed": transformer.head_weights(params)}
-        self._write(written, name)
+        try:
+            weights.write_tensors(
+                self._folder,
+                self._served,
+                written,
+                self._dtype,
+                {"weight_version": name},
+            )
+        except OSError as error:
+            raise ServerError(
+                f"the weights cannot be written to vllm.weights_dir {self._folder}: "
+                f"{error.strerror or error}; expected a folder to write to, with room "
+                "for them. Make room or write it again with thundersync_jax.export."
+            ) from error
         answers: dict[Server, Probe | str] = {}
         if servers:
             bring = functools.partial(self._bring, name=name)
@@ -113,19 +123,6 @@ class Publisher:
         gaps = [self._gap(server, params, probe) for server, probe in probes.items()]
         self.difference = max(gaps, default=float("nan"))
         return Published(name, lost)
-
-    def _write(self, params: Params, version: str) -> None:
-        texts = {"weight_version": version}
-        try:
-            weights.write_tensors(
-                self._folder, self._served, params, self._dtype, texts
-            )
-        except OSError as error:
-            raise ServerError(
-                f"the weights cannot be written to vllm.weights_dir {self._folder}: "
-                f"{error.strerror or error}; expected a folder to write to, with room "
-                "for them. Make room or write it again with thundersync_jax.export."
-            ) from error
 
     def _bring(self, server: Server, name: str) -> Probe | str:
         """What a server then samples and scores, or one line where it is gone."""
