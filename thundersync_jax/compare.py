@@ -39,12 +39,11 @@ _COLUMNS = (
 def compare(workdirs: Sequence[str], *, plot: str | None = None) -> dict[str, Any]:
     """Prints a table of runs, and the settings in which they differ.
 
+    Returns the JSON object of `--json`.
+
     Args:
       workdirs: Work directories of two or more training runs.
       plot: Picture to write, held-out success over time; None writes none.
-
-    Returns:
-      The JSON object of `--json`.
 
     Raises:
       ConfigError: Fewer than two directories, one twice, or one that holds no run.

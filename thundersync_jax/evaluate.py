@@ -37,7 +37,7 @@ def evaluate(
     """Evaluates a policy of a work directory: a checkpoint, or the warm start.
 
     The config may differ from the one that trained it (another tool, temperature or
-    limit); the model may not.
+    limit); the model may not. Returns the JSON object of `--json`.
 
     Args:
       workdir: Directory of a training run.
@@ -49,9 +49,6 @@ def evaluate(
         takes `rollout.temperature`.
       environment: Makes the task set, in place of `config.env.factory`.
       model: Makes the policy, in place of `config.model.factory`.
-
-    Returns:
-      The JSON object of `--json`.
 
     Raises:
       ConfigError: There is no such policy, or fewer held-out questions than asked for.

@@ -36,6 +36,8 @@ def export(
 ) -> dict[str, Any]:
     """Writes the folder; an existing one is replaced file by file.
 
+    Returns the JSON object of `--json`.
+
     Args:
       workdir: Directory of a training run; not needed for `initial`.
       folder: Directory to write.
@@ -45,9 +47,6 @@ def export(
       initial: Whether to take the parameters that a run begins with.
       untied: Whether a head that is the transposed embedding becomes a tensor of its
         own. vLLM on CPU packs a tied head once and never reloads it.
-
-    Returns:
-      The JSON object of `--json`.
 
     Raises:
       ConfigError: No folder is named, it is the one that the model comes from, or the

@@ -60,6 +60,8 @@ def show(
 ) -> dict[str, Any]:
     """Prints a recorded step, some of its trajectories, or one.
 
+    Returns the JSON object of `--json`.
+
     Args:
       workdir: Directory of a training run.
       step: Number of the step; None takes the latest.
@@ -67,9 +69,6 @@ def show(
       member: Number of the only member of the group to show.
       worst: How many trajectories of the lowest rewards to show, in place of a group.
       failed: Whether to show those without a verdict, in place of a group.
-
-    Returns:
-      The JSON object of `--json`.
 
     Raises:
       ConfigError: There is no such step, group or member, or flags exclude each other.

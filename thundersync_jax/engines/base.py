@@ -21,10 +21,8 @@ import numpy as np
 
 from thundersync_jax.chat.base import StopTexts
 
-# Called with what an engine died of.
-OnError = Callable[[BaseException], None]
-# The thread may die with a call still in its inbox: look now and then.
-_LIVENESS_SECS = 0.25
+OnError = Callable[[BaseException], None]  # called with what an engine died of
+_LIVENESS_SECS = 0.25  # the thread may die with a call still in its inbox
 
 
 @dataclasses.dataclass(frozen=True)

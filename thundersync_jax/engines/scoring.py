@@ -182,7 +182,16 @@ class ScoringEngine(SlotEngine):
         super().__init__(
             _Session, sessions, context_tokens, buckets, device_or_sharding
         )
-        _check(model, kind, top_k, width)
+        if not 1 <= width <= model.vocab_size:
+            raise ConfigError(
+                f"width={width} ids to score with a teacher of {model.vocab_size}; "
+                "give the smaller of the student's and the teacher's vocabulary"
+            )
+        if kind == "top_k" and not 1 <= top_k < width:
+            raise ConfigError(
+                f"top_k={top_k} of {width} ids; give at least 1 and fewer than all, or "
+                "score kind 'full'"
+            )
         self.width = width
         self.tokens_run = 0  # real ones that went through the model so far
         self._model = model
@@ -239,8 +248,7 @@ class ScoringEngine(SlotEngine):
         return scored
 
     def _accept(self, session: _Session, request: ScoreRequest) -> None:
-        # A copy: the caller may reuse its buffer.
-        session.tokens = np.array(request.tokens, np.int32)
+        session.tokens = np.array(request.tokens, np.int32)  # buffers may be reused
 
     def _check_request(self, session: _Session, request: ScoreRequest) -> None:
         name, tokens = request.session, np.asarray(request.tokens)
@@ -294,16 +302,3 @@ def _rows(sessions: list[_Session], bucket: int, most: int) -> Rows:
         rows.target[i, : len(inside)] = session.tokens[inside]
         rows.entries[i] = len(inside)
     return rows
-
-
-def _check(model, kind, top_k, width):
-    if not 1 <= width <= model.vocab_size:
-        raise ConfigError(
-            f"width={width} ids to score with a teacher of {model.vocab_size}; give "
-            "the smaller of the student's and the teacher's vocabulary"
-        )
-    if kind == "top_k" and not 1 <= top_k < width:
-        raise ConfigError(
-            f"top_k={top_k} of {width} ids; give at least 1 and fewer than all, or "
-            "score kind 'full'"
-        )

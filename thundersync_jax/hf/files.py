@@ -22,8 +22,7 @@ from thundersync_jax.errors import ConfigError
 
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
-# Constants that older files carry; they follow from config.json.
-IGNORED_END = ".rotary_emb.inv_freq"
+IGNORED_END = ".rotary_emb.inv_freq"  # constants of older files, as config.json tells
 _CONTEXT_TOKENS = 32_768  # the longest, where neither a folder nor a scaling says it
 
 

@@ -32,9 +32,8 @@ from thundersync_jax.view.tables import Column
 _PASSES = 4  # over the gradient programs, to measure them before the first step
 _MEASURED_SECS = 2.0  # after which no further pass begins
 _MEMBERS = 4  # calls of a kind in one measurement of a benchmark
-_RECENT_CALLS = 64  # of a shape, whose median is taken
-# Metrics that are fields of the stream's report.
-_FROM_REPORT = (
+_RECENT_CALLS = 64  # of a shape: a drifting machine drifts for both sides of a ratio
+_FROM_REPORT = (  # metrics that are fields of the stream's report
     *("loss", "gradient_norm", "tokens", "streamed_share", "compiles"),
     *("kept_groups", "dropped_groups", "filtered_groups"),
     *("short_groups", "uniform_groups"),
@@ -122,11 +121,9 @@ def _length(bucket: Any) -> Any:
 
 
 class IdleWork:
-    """Medians of calls on an otherwise idle learner, by shape.
+    """Medians of the newest calls on an otherwise idle learner, by shape.
 
-    The newest calls only, so that a machine that drifts does so for both sides of a
-    ratio. `accumulator` is None for the config's sums; `turns` adds calls of the turn
-    rule.
+    `accumulator` is None for the config's sums; `turns` adds calls of the turn rule.
     """
 
     def __init__(self, accumulator: str | None = None, turns: bool = False):

@@ -11,12 +11,10 @@ per line, in (group, member) order:
     turns                                 number of actions
     times                                 seconds on the run's monotonic clock, by name
     text                                  the ids as text, to look at only
-    pieces                                how the text is cut: tokens, characters, and
-                                          whether they are special, run by run
+    pieces                                tokens, characters, special or not, of each
     ids, loss_mask, logprobs              per token; the mask is 1 on sampled tokens,
                                           log-probabilities restore as float32 exactly
-    turn_weights, turn_credits            per token, or null where the environment gave
-                                          none
+    turn_weights, turn_credits            per token, or null where none was given
 """
 
 import contextlib

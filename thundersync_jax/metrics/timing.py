@@ -22,8 +22,7 @@ import numpy as np
 from thundersync_jax.config.workdir import replace_text
 from thundersync_jax.types import Span
 
-# Order and titles in the trace viewer.
-TRACKS = {
+TRACKS = {  # order and titles in the trace viewer
     "rollout": "rollouts",
     "verify": "verification",
     "teacher": "teacher",

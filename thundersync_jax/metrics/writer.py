@@ -173,9 +173,7 @@ class Metrics:
 def named_sinks(
     config: Config, workdir: str | os.PathLike, resume_step: int | None = None
 ) -> list[Sink]:
-    """The sinks of a config, for steps from `resume_step` on.
-
-    TensorBoard, which is among the defaults, is left out where its extra is missing.
+    """The sinks of a config from `resume_step` on, TensorBoard only where installed.
 
     Raises:
       ConfigError: wandb is not installed, or there is no function of that name.

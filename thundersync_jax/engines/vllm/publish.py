@@ -28,10 +28,8 @@ from thundersync_jax.models import base, transformer
 Params = Any  # the tree of `transformer.init`
 _PROMPT_TOKENS = 272  # at most: more than two blocks of 128, vLLM's largest, are cached
 _SAMPLED_TOKENS = 8
-# Not 1, where log-probabilities before and after temperature would be the same.
-_TEMPERATURE = 0.5
-# Nats, of log-probabilities down to -20.
-_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.3}
+_TEMPERATURE = 0.5  # not 1: log-probabilities before and after it have to differ
+_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.3}  # nats, of numbers down to -20
 
 
 class Probe(NamedTuple):

@@ -38,7 +38,22 @@ class VLLMTeacher:
     on_line: Callable[[str], None] = print  # a line about every server taken out
 
     def __post_init__(self):
-        _check(self.kind, self.top_k, self.width, self.temperature)
+        if self.kind == "full":
+            raise ConfigError(
+                "teacher.servers is given with a loss of full distributions, expected "
+                "the likeliest ids: servers send those alone. Set loss.distill_top_k."
+            )
+        if self.temperature != 1.0:
+            raise ConfigError(
+                "teacher.servers is given with rollout.temperature "
+                f"{self.temperature:g}, expected 1: vLLM scores prompts before "
+                "temperature. Set it to 1, or give teacher.workdir in place of servers."
+            )
+        if self.kind == "top_k" and not 1 <= self.top_k < self.width:
+            raise ConfigError(
+                f"top_k={self.top_k} of {self.width} ids; expected at least 1 and "
+                "fewer than all"
+            )
         self.tokens_run = 0  # tokens that were sent to be scored so far
         if self.kind != "top_k":
             self.top_k = 0
@@ -111,21 +126,3 @@ class VLLMTeacherConnection:
         top_k, width = self._teacher.top_k, self._teacher.width
         best = np.asarray([wire.best_ids(table, top_k, width) for table in tables])
         return Scored(best[..., 1].astype(np.float32), best[..., 0].astype(np.int32))
-
-
-def _check(kind: str, top_k: int, width: int, temperature: float) -> None:
-    if kind == "full":
-        raise ConfigError(
-            "teacher.servers is given with a loss of full distributions, expected the "
-            "likeliest ids: servers send those alone. Set loss.distill_top_k."
-        )
-    if temperature != 1.0:
-        raise ConfigError(
-            f"teacher.servers is given with rollout.temperature {temperature:g}, "
-            "expected 1: vLLM scores prompts before temperature. Set it to 1, or give "
-            "teacher.workdir in place of servers."
-        )
-    if kind == "top_k" and not 1 <= top_k < width:
-        raise ConfigError(
-            f"top_k={top_k} of {width} ids; expected at least 1 and fewer than all"
-        )

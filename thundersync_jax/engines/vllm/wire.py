@@ -18,19 +18,14 @@ from thundersync_jax.chat.base import StopTexts
 from thundersync_jax.config.checks import installed, is_number
 from thundersync_jax.errors import one_line
 
-# How long a connection without a request is kept. vLLM ends its own after 5 s, and a
-# request that is sent at that moment is lost.
+# Of idle connections. vLLM ends them after 5 s, losing what is sent just then.
 KEEP_SECS = 2.0
 _MODEL_KEYS = ("id", "root", "max_model_len")
 _LATER = (408, 429)  # statuses below 500 that another try may not meet
 
-# vLLM writes a log-probability of -inf as this number, which JSON has.
-_EXCLUDED = -9999.0
-
-# Beside 0. vLLM refuses those above; in place of those below it takes the lower end and
-# tells its log alone.
+_EXCLUDED = -9999.0  # vLLM's -inf, which JSON lacks
+# Beside 0. vLLM refuses those above, and takes the lower end in place of those below.
 TEMPERATURES = 0.01, 2.0
-
 _WHOLE_DISTRIBUTION = {
     "top_p": 1.0,
     "top_k": 0,  # vLLM's word for all
