@@ -290,6 +290,7 @@ ACTING = {
     "length_free_tokens": ({"length_penalty": 0.5}, 0, 3),
     "importance_cap": ({}, None, 2.0),
     "turn_credit": ({}, "none", "environment"),
+    "truncated": ({}, "keep", "mask"),
     "distill": ({}, "sampled_reverse_kl", "jensen_shannon"),
     "distill_coef": ({"distill": "reverse_kl"}, 1.0, 0.5),
     "distill_top_k": ({"distill": "forward_kl"}, 2, None),
@@ -300,6 +301,7 @@ REWARDS = [0.0, 0.0, 1.0, 0.25, 1.0]
 def fingerprint(loss):
     """Everything that a loss decides, as numbers."""
     one = credited() if loss.turn_credit == "environment" else trajectory()
+    one = dataclasses.replace(one, stop_reason=StopReason.TURN_LIMIT)
     out, gradients = evaluated(loss, one)
     tracked = objective.baselines(loss)
     seen = [tracked.value("x")]
