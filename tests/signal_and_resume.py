@@ -170,6 +170,8 @@ def main():
     parser.add_argument("--signals", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
+    # A shell's background jobs ignore Ctrl-C, and so would what they start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         signal_and_resume(arguments.signals, arguments.seed, Path(folder))

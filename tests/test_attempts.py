@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import functools
+import itertools
 import random
 import time
 from typing import ClassVar
@@ -27,9 +28,9 @@ from rollout_fakes import (
 from thundersync_jax.config import LatencyConfig
 from thundersync_jax.envs import base as envs
 from thundersync_jax.envs.base import WithLatency
-from thundersync_jax.errors import InfrastructureFault, StreamError
+from thundersync_jax.errors import InfrastructureFault, PolicyFault, StreamError
 from thundersync_jax.rollout.attempts import Member, StartGate
-from thundersync_jax.rollout.events import Failed, Rewarded
+from thundersync_jax.rollout.events import Failed, Job, Rewarded
 from thundersync_jax.rollout.pool import RolloutPool
 from thundersync_jax.types import StopReason
 
@@ -85,6 +86,72 @@ def test_whatever_an_environment_raises_fails_its_attempt_alone(text, place):
             assert failed.stop_reason is StopReason.ENVIRONMENT_ERROR
             assert failed.reason.startswith(f"{place} raised ")
             assert text.partition(":")[0] in failed.reason
+
+
+@pytest.mark.parametrize("text", ERRORS)
+def test_whatever_a_close_raises_is_said_and_leaves_all_alone(text, caplog):
+    async def raise_():
+        raise ERRORS[text]
+
+    class Environment(Counted):
+        pass
+
+    with open_pool(lambda m: Environment(close=raise_ if m == 1 else None)) as pool:
+        for step in range(2):
+            assert len(of_kind(roll(pool, 3, step=step), Rewarded)) == 3
+    assert "member 1: close() raised " in caplog.text
+    assert text.partition(":")[0] in caplog.text
+    assert Environment.closing == 6
+
+
+class Hiding(FakeEnvironment):
+    @property
+    def sees_malformed(self):
+        raise SystemExit("not for you")
+
+
+class Unfinished(PolicyFault):
+    def __init__(self, text):
+        self.text = text
+
+
+def test_odd_classes_of_environments_fail_their_attempts_alone():
+    async def blame():
+        raise Unfinished("gave up")
+
+    moves = {0: Hiding(), 1: FakeEnvironment(step=blame)}
+    with open_pool(lambda m: moves.get(m) or FakeEnvironment()) as pool:
+        found = outcomes(roll(pool, 3))
+    assert found[0].reason == "sees_malformed raised SystemExit: not for you"
+    assert found[1].trajectory.stop_reason is StopReason.POLICY_FAULT
+    assert isinstance(found[2], Rewarded)
+
+
+def of_task(task):
+    if task == 1:
+        raise SystemExit("no deadline")
+    return {2: "soon", 3: envs.Deadlines(agent=5)}.get(task)
+
+
+def test_what_a_task_says_wrongly_fails_its_attempts_alone():
+    with RolloutPool(
+        FakeEngine(),
+        lambda context: FakeEnvironment(),
+        rollout_fakes.limits(environments=1),
+        seed=3,
+        deadlines_of=of_task,
+    ) as pool:
+        found = outcomes(roll(pool, 5))
+    assert found[1].reason == "deadlines of the task raised SystemExit: no deadline"
+    expected = "deadlines of the task are 'soon', expected Deadlines or None"
+    assert found[2].reason == expected
+    assert len(of_kind(found.values(), Rewarded)) == 3
+
+
+@pytest.mark.parametrize("secs", [0, -1, True, "soon", float("nan")])
+def test_deadlines_are_seconds_above_0(secs):
+    with pytest.raises(ValueError, match=r"deadline verify of a task is .*above 0"):
+        envs.Deadlines(verify=secs)
 
 
 def test_exit_in_a_thread_of_an_environment_fails_its_attempt_alone():
@@ -333,7 +400,13 @@ def test_an_outage_of_starts_costs_patience_and_no_member(caplog):
     outage = Outage(secs=1.0)
     settings = {"retry_secs": 0.02, "step_timeout_secs": 0.9, "slots": 8}
     with open_pool(outage, **settings) as pool:
-        found = outcomes(roll(pool, 64))
+        pool.start(jobs(64), 0)
+        events, paused = [], False
+        while pool.outstanding:
+            paused |= pool.paused
+            events.append(pool.next_event(0.01))
+        assert paused and not pool.paused
+    found = outcomes(event for event in events if event is not None)
     assert len(of_kind(found.values(), Rewarded)) == 64
     assert "starts of environments failed; paused" in caplog.text
     assert "environments start again" in caplog.text
@@ -348,6 +421,54 @@ def test_an_outage_that_does_not_end_ends_the_run_with_its_cause():
     ):
         roll(pool, 16)
     assert len(outage.starts) < 60  # one at a time, with growing waits
+
+
+def test_starts_that_began_in_an_outage_use_up_no_attempt():
+    """They end after it, by their deadline."""
+    over = []
+
+    async def start():
+        if len(over) < 20:
+            over.append(await asyncio.sleep(0.01))
+            raise InfrastructureFault("no room")
+
+    async def late():
+        if not over:
+            await asyncio.sleep(60)
+
+    settings = {"retry_secs": 0.01, "start_timeout_secs": 1.0, "slots": 16}
+    with open_pool(
+        lambda m: FakeEnvironment(start=start if m else late), **settings
+    ) as pool:
+        assert len(of_kind(roll(pool, 16), Rewarded)) == 16
+
+
+def test_a_group_that_never_starts_costs_no_other(caplog):
+    """Its own faults are no outage: it is waited for, given up, and fails alone."""
+    starts = []
+
+    def environment(context):
+        async def start():
+            await asyncio.sleep(0.001)
+            starts.append(context.key)
+            if context.key.group == 1:
+                raise InfrastructureFault("no such image")
+
+        return FakeEnvironment(start=start)
+
+    settings = {"retry_secs": 0.01, "outage_secs": 0.2, "attempts": 4, "slots": 32}
+    limits = rollout_fakes.limits(**settings)
+    with RolloutPool(FakeEngine(), environment, limits, seed=0) as pool:
+        for step in (1, 2):
+            places = itertools.product(range(3), range(8))
+            members = [Job(rollout_fakes.key(m, g, step), m) for g, m in places]
+            pool.start(members, 0)
+            events = [e for e in drain(pool) if isinstance(e, Rewarded | Failed)]
+            assert len(events) == 24
+            failed = {e.key.group for e in events if isinstance(e, Failed)}
+            assert failed == {1} and len(of_kind(events, Failed)) == 8
+    assert len(starts) < 200
+    assert "one group alone could not be started" in caplog.text
 
 
 def test_rare_faults_leave_nearly_all_groups_whole():

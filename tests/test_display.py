@@ -196,6 +196,9 @@ def test_rate_and_busy_share_are_of_the_time_since_the_step_began():
     progress = Progress(8, tokens=30_000, learner_secs=0.5, started_secs=100.0)
     line = progress_line("step 1/1", progress, now_secs=102.0).plain
     assert line.endswith("15,000 tokens/s  learner 25%")
+    progress.paused = lambda: True
+    line = progress_line("step 1/1", progress, now_secs=102.0).plain
+    assert "  paused, no environment starts  15,000 tokens/s" in line
 
 
 def trajectory(observation="19", reward=1.0, reason=""):

@@ -1,5 +1,6 @@
 """What a run refuses before it begins, and what it survives."""
 
+import asyncio
 import dataclasses
 import json
 import re
@@ -72,6 +73,24 @@ def test_refused_memory_leaves_the_work_directory_free(tmp_path):
     assert not (tmp_path / "config.json").exists()
     with Run(config, tmp_path, echo_task.make, lambda line: None, owner=True):
         assert (tmp_path / "config.json").exists()
+
+
+def test_what_a_crash_has_left_is_reaped_at_the_next_start(tmp_path):
+    """By the run that owns the folder, before it makes anything; awaited or not."""
+    reaped = []
+
+    async def awaited():
+        await asyncio.sleep(0)
+        reaped.append("awaited")
+
+    config = echo_task.small(warm_start_steps=0, steps=1)
+    for number, reap in enumerate([lambda: reaped.append("called"), awaited]):
+        found = dataclasses.replace(echo_task.tasks(), reap=reap)
+        quiet = lambda line: None  # noqa: E731
+        for owner in (False, True):
+            with Run(config, tmp_path, lambda env, seed: found, quiet, owner=owner):  # noqa: B023
+                assert len(reaped) == number + owner
+    assert reaped == ["called", "awaited"]
 
 
 @pytest.mark.parametrize("owner", [True, False])

@@ -29,6 +29,8 @@ class PolicyFault(Exception):
     It is verified, or has this reward.
     """
 
+    reward: float | None = None  # also of a subclass that does not call this `__init__`
+
     def __init__(self, reason: str = "", reward: float | None = None):
         super().__init__(reason)
         self.reward = reward

@@ -14,7 +14,7 @@ import numbers
 import os
 import re
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
@@ -45,6 +45,15 @@ class Deadlines:
     command: float | None = None  # one step
     agent: float | None = None  # the whole trajectory, verification left out
     verify: float | None = None
+
+    def __post_init__(self):
+        for name, secs in vars(self).items():
+            number = isinstance(secs, numbers.Real) and not isinstance(secs, bool)
+            if secs is not None and not (number and secs > 0):
+                raise ValueError(
+                    f"the deadline {name} of a task is {short(secs)}, expected seconds "
+                    "above 0, or None for that of the config"
+                )
 
 
 @dataclasses.dataclass(eq=False)
@@ -139,8 +148,8 @@ class TaskSet:
         the task that returns them; formats without named tools ignore them.
       system: The first message of every conversation, where the format has one.
       deadlines: Those of a task, where it has its own.
-      reap: Called before anything else at the start of a run, to end what a crash of an
-        earlier one has left.
+      reap: Called, and awaited where it is to be, before anything else at the start of
+        a run, to end what a crash of an earlier one has left.
     """
 
     train: Sequence[Any]
@@ -151,7 +160,7 @@ class TaskSet:
     tools: Schemas | Callable[[Any], Schemas] = ()
     system: str = ""
     deadlines: Callable[[Any], Deadlines] | None = None
-    reap: Callable[[], None] | None = None
+    reap: Callable[[], Awaitable[None] | None] | None = None
 
 
 def load_factory(name: str) -> Callable[..., TaskSet]:
@@ -321,6 +330,16 @@ class WithLatency:
 
     async def close(self) -> None:
         await close(self.environment)
+
+
+def reap(tasks: TaskSet) -> None:
+    """Lets a task set end what a crash has left, if it can."""
+
+    async def awaited(reaping: Awaitable[None]) -> None:
+        await reaping
+
+    if tasks.reap is not None and inspect.isawaitable(reaping := tasks.reap()):
+        asyncio.run(awaited(reaping))
 
 
 async def close(environment: Environment) -> None:

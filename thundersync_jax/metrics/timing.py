@@ -301,6 +301,7 @@ class Progress:
     learner_secs: float = 0.0  # gradient work so far
     started_secs: float = 0.0  # on the monotonic clock
     added: int = 0  # of the total, since the step began: in place of others
+    paused: Callable[[], bool] = lambda: False  # whether no environment can be started
 
     def add(self, members: int) -> None:
         """The step grows."""

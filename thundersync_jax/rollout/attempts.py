@@ -58,16 +58,28 @@ class StartGate:
     ):
         """`on_pause` is told when a pause begins and ends, `on_end` why a run ends."""
         self._limits, self._on_pause, self._on_end = limits, on_pause, on_end
-        self._latest: collections.deque[bool] = collections.deque(maxlen=_WINDOW)
+        # Groups, and whether their starts failed.
+        self._latest: collections.deque[tuple] = collections.deque(maxlen=_WINDOW)
         self._probe = asyncio.Lock()
         self._probes = 0
+        self._probed: set[tuple] = set()  # groups that failed in this pause
+        # The latest two groups that started.
+        self._started: collections.deque[tuple] = collections.deque(maxlen=2)
+        self._given_up: set[tuple] = set()  # groups that fail while others start
+        self._recovered_secs = 0.0  # when the last pause ended
         self.paused_secs: float | None = None
 
     @property
     def failing(self) -> bool:
         """Whether more of the latest starts failed than the settings allow."""
-        failed = sum(self._latest)
+        failed = sum(failed for _, failed in self._latest)
         return failed > self._limits.start_fault_share * len(self._latest)
+
+    def excuses(self, member: Member, begun_secs: float) -> bool:
+        """Whether nobody could have started then: a failure uses up no attempt."""
+        if _group(member) in self._given_up:
+            return False
+        return self.failing or begun_secs < self._recovered_secs
 
     async def enter(self, member: Member) -> bool:
         """Waits until this start may be tried; whether it is the probe of a pause."""
@@ -81,45 +93,71 @@ class StartGate:
                 return True
         return False
 
-    def leave(self, probe: bool, failed: bool | None, reason: str = "") -> None:
+    def leave(
+        self, member: Member, probe: bool, failed: bool | None, reason: str = ""
+    ) -> None:
         """What became of a start; None where nothing was learned of it."""
+        group = _group(member)
         if probe:
             self._probe.release()
-        if failed is None or (self.paused_secs is not None and not probe):
+        if not failed and failed is not None:
+            if group not in self._started:
+                self._started.append(group)
+            self._given_up.discard(group)
+        unheard = self.paused_secs is not None and not probe
+        if failed is None or unheard or group in self._given_up:
             return
-        self._latest.append(failed)
+        self._latest.append((group, failed))
         now = time.monotonic()
         if not failed and probe:
-            logging.warning("environments start again after a pause")
-            self.paused_secs, self._probes = None, 0
-            self._latest.clear()
-            self._on_pause(False)
+            self._resume("environments start again after a pause")
         elif probe:
             self._probes += 1
+            self._probed.add(group)
             if now - self.paused_secs > self._limits.outage_secs:
-                self._on_end(
-                    StreamError(
-                        "environments could not be started for longer than "
-                        f"rollout.outage_secs {self._limits.outage_secs:g} allows; the "
-                        f"last: {reason}"
-                    )
-                )
+                self._end(reason)
         elif failed and self.failing and len(self._latest) >= _FEWEST:
             logging.warning(
                 "%d of the latest %d starts of environments failed; paused, one is "
                 "tried from time to time; the last: %s",
-                sum(self._latest),
+                sum(failed for _, failed in self._latest),
                 len(self._latest),
                 reason,
             )
             self.paused_secs = now
             self._on_pause(True)
 
+    def _resume(self, why: str) -> None:
+        logging.warning("%s", why)
+        self.paused_secs, self._probes = None, 0
+        self._recovered_secs = time.monotonic()
+        self._latest.clear()
+        self._probed.clear()
+        self._on_pause(False)
+
+    def _end(self, reason: str) -> None:
+        """Gives up: one group where all others started, otherwise the run."""
+        limit = f"longer than rollout.outage_secs {self._limits.outage_secs:g} allows"
+        if len(self._probed) == 1 and {*self._started} - self._probed:
+            self._given_up |= self._probed
+            self._resume(
+                "the environments of one group alone could not be started for "
+                f"{limit}; its members fail; the last: {reason}"
+            )
+            return
+        error = f"environments could not be started for {limit}; the last: {reason}"
+        self._on_end(StreamError(error))
+
     def wait_secs(self, member: Member, number: int) -> float:
         """Before the next try after `number` others: longer and longer, never equal."""
         jitter = random.Random(f"{member.job.key} {number}").uniform(0.5, 1.5)
         secs = self._limits.retry_secs * 2 ** min(number, 16)
         return min(secs, _LONGEST_WAIT_SECS) * jitter
+
+
+def _group(member: Member) -> tuple:
+    key = member.job.key
+    return key.phase, key.step, key.group
 
 
 class Attempts:
@@ -177,7 +215,12 @@ class Attempts:
         used, number = 0, 0  # attempts that count, and all
         while True:
             await self._environments.acquire()  # until this one is closed
-            member.agent = agent = self._make_agent(member, number)
+            try:
+                member.agent = agent = self._make_agent(member, number)
+            except Stopped as stopped:
+                self._environments.release()
+                self.fail(member, stopped.stop_reason, stopped.reason)
+                return
             try:
                 stopped = await self._attempt(member, agent)
             finally:
@@ -185,7 +228,9 @@ class Attempts:
             if stopped is None:
                 return
             # An outage uses up no attempts: nobody could have started.
-            used += not (stopped.at_start and self._gate.failing)
+            begun_secs = agent.times.get("started", 0.0)
+            outage = stopped.at_start and self._gate.excuses(member, begun_secs)
+            used += not outage
             if used >= self._limits.attempts or stopped.stop_reason not in RETRIED:
                 self.fail(member, stopped.stop_reason, stopped.reason)
                 return
@@ -202,7 +247,7 @@ class Attempts:
             nonlocal told
             if not told:
                 told = True
-                self._gate.leave(probe, failed, reason)
+                self._gate.leave(member, probe, failed, reason)
 
         agent.moves.on_start = started
         try:

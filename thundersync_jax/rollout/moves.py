@@ -85,7 +85,11 @@ class Moves:
         messages: list[Message] = []
         single = len(action.calls) < 2 or action.kind == "malformed"
         parts = [action] if single else [action.one(call) for call in action.calls]
-        sees_malformed = bool(getattr(self._environment, "sees_malformed", False))
+        try:
+            sees_malformed = bool(getattr(self._environment, "sees_malformed", False))
+        except BaseException as error:
+            reason = f"sees_malformed raised {one_line(error)}"
+            raise Stopped(StopReason.ENVIRONMENT_ERROR, reason) from error
         for part in parts:
             role = "tool" if part.call_id or part.kind == "call" else "user"
             if part.problem and not sees_malformed:

@@ -24,11 +24,12 @@ from thundersync_jax.chat.base import Chat
 from thundersync_jax.chat.byte_level import ByteLevel
 from thundersync_jax.config import RolloutConfig
 from thundersync_jax.engines.base import Engine, RemoteEngine, connect
-from thundersync_jax.envs.base import Context, Deadlines, Environment
+from thundersync_jax.envs.base import Context, Deadlines, Environment, short
 from thundersync_jax.errors import one_line
 from thundersync_jax.rollout import commands, interrupts
 from thundersync_jax.rollout.agent import PHASES, WAITING, Agent
 from thundersync_jax.rollout.attempts import Attempts, Member, StartGate
+from thundersync_jax.rollout.commands import Stopped
 from thundersync_jax.rollout.events import Event, Failed, Job, Rewarded
 from thundersync_jax.rollout.moves import Keep
 from thundersync_jax.rollout.teacher import MakeTeacher
@@ -108,8 +109,8 @@ class RolloutPool:
         self._deadline: asyncio.TimerHandle | None = None
         self._ended: tuple[StopReason, str] | None = None  # the batch, and by what
         self._left_secs = 0.0  # until that deadline, while starts pause
-        gate = StartGate(limits, self._pause, self._die)
-        self._attempts = Attempts(limits, self._agent, self._tell, gate)
+        self._gate = StartGate(limits, self._pause, self._die)
+        self._attempts = Attempts(limits, self._agent, self._tell, self._gate)
         self._commands = commands.Commands()
         self._loop = commands.new_loop()
         self._loop.set_exception_handler(self._report)
@@ -127,6 +128,11 @@ class RolloutPool:
     def ended(self) -> bool:
         """Whether the last event's batch is past its step deadline, or cancelled."""
         return self._ended is not None
+
+    @property
+    def paused(self) -> bool:
+        """Whether environments cannot be started, and everybody waits."""
+        return self._gate.paused_secs is not None
 
     @property
     def abandoned(self) -> int:
@@ -307,10 +313,12 @@ class RolloutPool:
             self._attempts.begin(member, self._loop).add_done_callback(self._look)
 
     def _agent(self, member: Member, attempt: int) -> Agent:
-        key, own = member.job.key._replace(attempt=attempt), self._deadlines_of
+        key, task = member.job.key._replace(attempt=attempt), member.job.task
+        chat = _of_task(self._chat_of, task, "tools") or self._chat
+        deadlines = _of_task(self._deadlines_of, task, "deadlines", Deadlines)
         agent = Agent(
             key=key,
-            task=member.job.task,
+            task=task,
             temperature=member.job.temperature,
             make_environment=self._make_environment,
             sampler=self._driver,
@@ -321,9 +329,9 @@ class RolloutPool:
             on_span=self._on_span,
             teacher=self._teacher if key.phase == "train" else None,
             on_turn=partial(self._tell, member),
-            chat=self._chat_of(member.job.task) if self._chat_of else self._chat,
+            chat=chat,
             keep=self._keep,
-            deadlines=own(member.job.task) if own else None,
+            deadlines=deadlines,
             folder=self._folder,
         )
         agent.times["queued"] = member.queued_secs
@@ -386,6 +394,24 @@ class RolloutPool:
         except RuntimeError:
             self._raise_if_dead()
             raise
+
+
+def _of_task(
+    function: Callable[[Any], Any] | None, task: Any, what: str, kind: type = object
+) -> Any:
+    """What a task has of its own; None where nobody asks it. A fault is its alone."""
+    if function is None:
+        return None
+    try:
+        found = function(task)
+    except BaseException as error:
+        reason = f"{what} of the task raised {one_line(error)}"
+        raise Stopped(StopReason.ENVIRONMENT_ERROR, reason) from error
+    if not isinstance(found, kind | None):
+        expected = f"expected {kind.__name__} or None"
+        reason = f"{what} of the task are {short(found)}, {expected}"
+        raise Stopped(StopReason.ENVIRONMENT_ERROR, reason)
+    return found
 
 
 def _members(

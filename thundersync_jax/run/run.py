@@ -111,8 +111,7 @@ class Run:
                 held.enter_context(locked(workdir))
                 check_claim(workdir, config)
                 others = found.check(workdir, config.env.accept_tasks)
-            if owner and self.tasks.reap is not None:
-                self.tasks.reap()
+                envs.reap(self.tasks)
             placement.prepare(config)  # before anything of the user's runs jax
             self.placement = placement.place(config)
             self.model = models.build(config.model, model)

@@ -130,6 +130,7 @@ def run_step(
     run.clock.take()  # what ran before belongs to no step
     start = time.monotonic()
     progress = progress or Progress(len(jobs), started_secs=start)
+    progress.paused = lambda: run.pool.paused
     before, taught = run.clock.totals, run.teacher_tokens
     outcomes, replaced = _Outcomes(start, run.judged), 0
     step = jobs[0].key.step

@@ -264,6 +264,8 @@ def progress_line(
             line.append(f" {label} ").append(str(count), "cyan")
     elapsed = max(now_secs - progress.started_secs, 1e-9)
     busy = min(progress.learner_secs / elapsed, 1.0)
+    if progress.paused():
+        line.append("  paused, no environment starts", "yellow")
     line.append(f"  {progress.tokens / elapsed:,.0f} tokens/s")
     return line.append(f"  learner {busy:.0%}")
 
