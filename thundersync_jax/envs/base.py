@@ -23,6 +23,8 @@ import numpy as np
 from thundersync_jax.config import LatencyConfig, dotted
 from thundersync_jax.envs import fingerprint
 from thundersync_jax.errors import ConfigError
+from thundersync_jax.errors import InfrastructureFault as InfrastructureFault
+from thundersync_jax.errors import PolicyFault as PolicyFault
 from thundersync_jax.types import (
     LARGEST_REWARD,
     Action,
