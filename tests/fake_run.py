@@ -58,7 +58,7 @@ class FakeRun:
     def group_baseline(self, step, group):
         return 0.0
 
-    def whole(self, trajectory):
+    def whole(self, trajectory, start=0, end=None):
         score = np.zeros((self.groups, self.members), np.float32)
         score[trajectory.key.group, trajectory.key.member] = 1.0
         return {"s": score}

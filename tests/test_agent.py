@@ -16,6 +16,8 @@ from thundersync_jax.rollout.commands import Commands, Stopped
 from thundersync_jax.rollout.recorder import Recorder
 from thundersync_jax.types import StopReason
 
+_BYTE_LEVEL = byte_level.ByteLevel()
+
 
 class InlineSampler:
     """Steps the engine inside the coroutine."""
@@ -33,7 +35,14 @@ class InlineSampler:
 
 
 def play(
-    environment, policy=None, engine=None, version=0, seed=3, verify=True, **changes
+    environment,
+    policy=None,
+    engine=None,
+    version=0,
+    seed=3,
+    verify=True,
+    chat=_BYTE_LEVEL,
+    **changes,
 ):
     """Returns (trajectory, reward or None, engine) of one attempt."""
     engine = engine or FakeEngine(policy, policy_version=version)
@@ -48,6 +57,7 @@ def play(
             limits=limits(**changes),
             seed=seed,
             policy_version=version,
+            chat=chat,
         )
         trajectory = await agent.act()
         verdict = await agent.verify() if verify else None

@@ -145,7 +145,7 @@ def test_a_lost_group_leaves_no_share_of_the_divisor(release, accumulator):
     run = FakeRun(pool_of([[1, 1, 1, 1], [1, 0, 0, 0]]), first=1, bound=1)
     scores = {0: [0.1, 0.2, 0.3, 0.4], 1: [2.0, 1.0, 1.0, 1.0]}
 
-    def sample(trajectory):
+    def sample(trajectory, start, end):
         group, member = trajectory.key.group, trajectory.key.member
         score = np.zeros((run.groups, SIZE), np.float32)
         score[0, 0] = scores[group][member]

@@ -299,7 +299,7 @@ REWARDS = [0.0, 0.0, 1.0, 0.25, 1.0]
 
 
 def fingerprint(loss):
-    """Everything that a loss decides, as numbers."""
+    """Everything that a loss decides, as numbers, of one that was cut off."""
     one = credited() if loss.turn_credit == "environment" else trajectory()
     one = dataclasses.replace(one, stop_reason=StopReason.TURN_LIMIT)
     out, gradients = evaluated(loss, one)

@@ -225,6 +225,7 @@ def _facts(record: Record) -> dict[str, Any]:
         "log": trajectory.log,
         "advantage": record.advantage,
         "turns": trajectory.turns,
+        "samples": len(trajectory.starts),
         "tokens": len(trajectory.ids),
         "trained_tokens": trajectory.action_tokens,
         "secs": _secs(record),

@@ -97,11 +97,20 @@ class TeacherScores:
 
 @dataclasses.dataclass(frozen=True)
 class Trajectory:
-    """One member's append-only token sequence and what is known about it."""
+    """One member's tokens and what is known about them.
+
+    They are one sample, a sequence that was only appended to, or several one after the
+    other where the history was rewritten in between. Each begins with a context of its
+    own and is a sequence for itself; what follows from all tokens of a member, as their
+    weights in the loss, follows from those of all samples together.
+    """
 
     key: TrajectoryKey
-    ids: np.ndarray  # int32[T], prompt, then actions and observations in order
-    loss_mask: np.ndarray  # bool[T], True exactly on sampled (action) tokens
+    # int32[T], prompt, then actions and observations in order; so in each sample.
+    ids: np.ndarray
+    # bool[T], True exactly on sampled (action) tokens, where they were sampled: in a
+    # later sample's context they are history.
+    loss_mask: np.ndarray
     logprobs: np.ndarray  # float32[T], the sampler's where `loss_mask`, else 0
     turns: int  # number of actions
     stop_reason: StopReason | None  # None while it grows
@@ -118,6 +127,7 @@ class Trajectory:
     # Of the verdict: numbers by name, and text for people.
     parts: dict[str, float] = dataclasses.field(default_factory=dict)
     log: str = ""
+    starts: tuple[int, ...] = (0,)  # where in `ids` its samples begin
 
     def __post_init__(self):
         lengths = len(self.ids), len(self.loss_mask), len(self.logprobs)
@@ -140,6 +150,19 @@ class Trajectory:
                 f"{len(self.teacher.known)} with {lengths[0]} ids; expected one entry "
                 "per token, known or not."
             )
+        bounds = np.append(self.starts, lengths[0])
+        several = len(self.starts) > 1  # one may be empty
+        if self.starts[:1] != (0,) or (several and np.any(np.diff(bounds) < 1)):
+            raise ValueError(
+                f"trajectory {self.key}: samples start at {self.starts} of "
+                f"{lengths[0]} ids; expected 0 and then ascending places among them."
+            )
+
+    @property
+    def samples(self) -> list[tuple[int, int]]:
+        """Where its samples begin and end in `ids`."""
+        ends = *self.starts[1:], len(self.ids)
+        return list(zip(self.starts, ends, strict=True))
 
     @property
     def action_tokens(self) -> int:
@@ -246,6 +269,8 @@ class Observation:
       role: Who says `text`, None for "tool" where it answers a call and "user" where it
         answers anything else.
       messages: Several messages in place of `text`.
+      rewrite: Whether they are all that the policy sees from here on, in place of the
+        conversation so far: that begins another sample, of `rollout.samples` at most.
     """
 
     text: str = ""
@@ -254,6 +279,7 @@ class Observation:
     weight: float = 1.0
     role: str | None = None
     messages: tuple[Message, ...] = ()
+    rewrite: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

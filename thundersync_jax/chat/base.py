@@ -166,13 +166,18 @@ class Piece(NamedTuple):
 
 
 def pieces(chat: Chat, trajectory: Trajectory) -> list[Piece]:
-    """Cuts a trajectory where its loss mask changes and where special tokens stand."""
+    """Cuts a trajectory where its loss mask changes and where special tokens stand.
+
+    And where another sample begins.
+    """
     ids = np.asarray(trajectory.ids)
     if not len(ids):
         return []
     mask = np.asarray(trajectory.loss_mask, bool)
     special = np.asarray(chat.special(ids), bool)
-    edges = np.flatnonzero((mask[1:] != mask[:-1]) | (special[1:] != special[:-1])) + 1
+    edges = (mask[1:] != mask[:-1]) | (special[1:] != special[:-1])
+    edges[np.asarray(trajectory.starts[1:], int) - 1] = True
+    edges = np.flatnonzero(edges) + 1
     return [
         Piece(len(part), bool(special[part[0]]), chat.decode(ids[part]))
         for part in np.split(np.arange(len(ids)), edges)

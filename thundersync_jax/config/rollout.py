@@ -34,6 +34,7 @@ class RolloutConfig:
     turn_tokens: int = 24  # longest action
     thinking_tokens: int | None = None  # of an action; its thought is closed then
     turns: int = 3  # most actions of a trajectory
+    samples: int = 1  # most sequences of one; above 1 its history may be rewritten
     stop_ids: tuple[int, ...] | None = None  # end an action; none: the tokenizer's
     stop_texts: tuple[str, ...] = ()  # end an action too, which has them
     cut_actions: CutActions = "end"  # at the token limit: end the trajectory, or run it
@@ -64,7 +65,7 @@ class RolloutConfig:
     def __post_init__(self):
         check_types(self, "rollout.")
         sizes = ["groups_per_step", "group_size", "slots", "decode_steps_per_call"]
-        sizes += ["temperature", "context_tokens", "turn_tokens", "turns"]
+        sizes += ["temperature", "context_tokens", "turn_tokens", "turns", "samples"]
         sizes += ["command_timeout_secs", "trajectory_timeout_secs"]
         sizes += ["verify_timeout_secs", "step_timeout_secs"]
         sizes += ["verify_concurrency", "attempts", "mismatch_warning"]
@@ -129,7 +130,7 @@ class RolloutConfig:
     @property
     def most_action_tokens(self) -> int:
         """A bound on the sampled tokens of a trajectory."""
-        return min(self.turns * self.turn_tokens, self.context_tokens)
+        return min(self.turns * self.turn_tokens, self.samples * self.context_tokens)
 
 
 def _default_buckets(context_tokens: int) -> Automatic:

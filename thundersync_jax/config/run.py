@@ -90,7 +90,7 @@ class Config:
         """The release rules that make a difference for this loss."""
         if self.loss.advantage != "none":
             return "batch", "group", "trajectory"
-        if self.accumulator == "exact":
+        if self.accumulator == "exact" or self.rollout.samples > 1:
             return "batch", "trajectory"
         return "batch", "trajectory", "turn"
 
@@ -226,6 +226,12 @@ def _check_teacher(config: Config) -> None:
         "'trajectory' or 'batch': how it ends is not known while a trajectory goes on",
         "Set release to 'trajectory' or loss.truncated to 'keep'.",
     )
+    require(
+        config.release != "turn" or config.rollout.samples == 1,
+        f"rollout.samples is {config.rollout.samples} with release 'turn'",
+        "1: what later turns read of earlier ones is passed back along one history",
+        "Set release to 'trajectory' or rollout.samples to 1.",
+    )
 
 
 def _check_remote_teacher(config: Config) -> None:
@@ -321,11 +327,12 @@ def check_addends(config: Config, additive: bool) -> None:
         return
     rollout = config.rollout
     # A lost group is replaced by one other: a step sums no more than it asked for.
-    addends = rollout.groups_per_step * rollout.group_size
+    addends = rollout.groups_per_step * rollout.group_size * rollout.samples
+    kind = "trajectories" if rollout.samples == 1 else "samples"
     twice = " twice, for the loss has a part without advantage" if additive else ""
     require(
         addends * (1 + additive) <= MOST_ADDENDS,
-        f"accumulator is 'exact' with {addends} trajectories per step{twice}",
+        f"accumulator is 'exact' with {addends} {kind} per step{twice}",
         f"at most {MOST_ADDENDS} addends, which is what 32-bit integers hold",
         "Lower rollout.groups_per_step, or set accumulator to 'plain'.",
     )

@@ -25,6 +25,7 @@ from thundersync_jax.metrics.timing import (
     step_timing,
 )
 from thundersync_jax.run.run import Run
+from thundersync_jax.run.samples import spans
 from thundersync_jax.run.step import Step, roll_out, run_step
 from thundersync_jax.stream import padding
 from thundersync_jax.stream.schedule import Prompt, TurnCall
@@ -243,14 +244,14 @@ def sample(
 
 
 def kinds(run: Run, trajectories: Iterable[Trajectory]) -> list[Any]:
-    """The bucket of each trajectory, as the learner has it."""
+    """The bucket of each sample of some trajectories, as the learner has it."""
 
-    def bucket(trajectory):
-        shapes = padding.shapes(run.samples.whole(trajectory).tree)
+    def bucket(trajectory, span):
+        shapes = padding.shapes(run.samples.whole(trajectory, *span).tree)
         prompt = run.samples.prompt(trajectory.key.step, trajectory.key.group)
         return shapes if prompt is None else (*shapes, padding.shapes(prompt.tree))
 
-    return [bucket(trajectory) for trajectory in trajectories]
+    return [bucket(t, span) for t in trajectories for span in spans(t)]
 
 
 def learner_secs(

@@ -76,6 +76,7 @@ def step_metrics(
         "learning_rate": float(state.learning_rate(config.optim, version)),
         "action_tokens_mean": _mean([t.action_tokens for t in trajectories]),
         "turns_mean": _mean([t.turns for t in trajectories]),
+        "samples_mean": _mean([len(t.starts) for t in trajectories]),
         "policy_version": version,
         "staleness_max": max(staleness, default=0),
     }

@@ -12,6 +12,8 @@ per line, in (group, member) order:
     times                                 seconds on the run's monotonic clock, by name
     text                                  the ids as text, to look at only
     pieces                                tokens, characters, special or not, of each
+    starts                                where samples begin: [0], or further places
+                                          where the history was rewritten
     ids, loss_mask, logprobs              per token; the mask is 1 on sampled tokens,
                                           log-probabilities restore as float32 exactly
     turn_weights, turn_credits            per token, or null where none was given
@@ -24,6 +26,7 @@ import io
 import itertools
 import json
 import math
+import operator
 import os
 import re
 import shutil
@@ -325,6 +328,7 @@ def _to_line(
         "times": {name: _plain(secs) for name, secs in trajectory.times.items()},
         "text": "".join(piece.text for piece in cut),
         "pieces": [[p.tokens, len(p.text), int(p.special)] for p in cut],
+        "starts": list(trajectory.starts),
         "ids": np.asarray(trajectory.ids).tolist(),
         "loss_mask": np.asarray(trajectory.loss_mask).astype(int).tolist(),
         "logprobs": _float32_digits(trajectory.logprobs),
@@ -350,6 +354,7 @@ def _from_line(line: dict[str, Any]) -> Record:
         # Records from before there were parts have none.
         parts=_typed("parts", {"parts": {}} | line, dict),
         log=_typed("log", {"log": ""} | line, str),
+        starts=tuple(map(operator.index, line.get("starts", [0]))),
     )
     for name in trajectory.parts:
         _typed(name, trajectory.parts, int | float)

@@ -53,6 +53,7 @@ METRICS: dict[str, str] = {
     "tokens": "tokens; trained ones of the kept members",
     "action_tokens_mean": "tokens; trained tokens per trajectory",
     "turns_mean": "turns; per trajectory",
+    "samples_mean": "samples; per trajectory, more than 1 where a history is rewritten",
     "kept_groups": "groups; that the gradient consists of, uniform ones included",
     "dropped_groups": "groups; left out because members failed",
     "filtered_groups": "groups; left out because their rewards were all equal",

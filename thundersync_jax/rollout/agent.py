@@ -22,7 +22,13 @@ from thundersync_jax.chat.base import Chat, StopTexts, cut
 from thundersync_jax.chat.byte_level import ByteLevel
 from thundersync_jax.config import RolloutConfig
 from thundersync_jax.engines.base import Connection, Request, Response
-from thundersync_jax.envs.base import Action, Context, Deadlines, Environment
+from thundersync_jax.envs.base import (
+    Action,
+    Context,
+    Deadlines,
+    Environment,
+    Observation,
+)
 from thundersync_jax.errors import one_line
 from thundersync_jax.rollout import observations
 from thundersync_jax.rollout.commands import Commands, Stopped
@@ -162,7 +168,7 @@ class Agent:
         self.times["completed"] = time.monotonic()
         return dataclasses.replace(
             trajectory,
-            teacher=self.recorder.teacher_scores(len(trajectory.ids)),
+            teacher=self.recorder.teacher_scores(trajectory),
             times=dict(self.times),
         )
 
@@ -217,7 +223,8 @@ class Agent:
                 "leaves no room for an action",
             )
         room -= len(ids)
-        self.recorder = Recorder(self.key, ids, self.policy_version)
+        version, most = self.policy_version, limits.samples
+        self.recorder = Recorder(self.key, ids, version, most)
         if self.teacher is not None:
             self._scorer = TurnScorer(
                 self.teacher, self.session, self.recorder, self._on_scored, self._hurry
@@ -234,18 +241,49 @@ class Agent:
                 return StopReason.FINISHED
             if turn + 1 == limits.turns:
                 return StopReason.TURN_LIMIT
-            ended = action.ids[-1] in self.chat.stop_ids
-            room = limits.context_tokens - self.recorder.length
-            cut = limits.long_observations == "cut"
-            most = (room - limits.turn_tokens) * cut
-            ids = await observations.fitting(
-                self.chat, observation.messages, ended, room, most, self.moves.doing
-            )
+            if observation.rewrite:
+                ids = await self._rewritten(observation)
+            else:
+                ids = await self._appended(action, observation)
             if ids is None:
                 return StopReason.CONTEXT_OVERFLOW
-            room -= len(ids)
-            self.recorder.observation(ids)
+            room = self._left_tokens()
         raise AssertionError("rollout.turns is at least 1")
+
+    async def _appended(
+        self, action: Action, observation: Observation
+    ) -> np.ndarray | None:
+        """Ids of what follows an action, recorded; None where they do not fit."""
+        limits, room = self.limits, self._left_tokens()
+        ended = action.ids[-1] in self.chat.stop_ids
+        cut = limits.long_observations == "cut"
+        most = (room - limits.turn_tokens) * cut
+        ids = await observations.fitting(
+            self.chat, observation.messages, ended, room, most, self.moves.doing
+        )
+        if ids is not None:
+            self.recorder.observation(ids)
+        return ids
+
+    async def _rewritten(self, observation: Observation) -> np.ndarray | None:
+        """What the engine has to see of another history; None where it does not fit."""
+        room, doing = self.limits.context_tokens, self.moves.doing
+        ids = await observations.ids(
+            self.chat, self.chat.prompt, observation.messages, room, doing
+        )
+        if ids is None or len(ids) >= room:
+            return None
+        before = self.recorder.sample
+        try:
+            known = self.recorder.context(ids)
+        except ValueError as error:
+            reason = f"{doing} rewrote the history: {one_line(error)}"
+            raise Stopped(StopReason.ENVIRONMENT_ERROR, reason) from error
+        if self.recorder.sample == before:
+            return ids[known:]
+        self.sampler.release(self.session)
+        self.session = (self.key, next(_SESSIONS))
+        return ids
 
     async def _act_once(
         self, turn: int, new_ids: np.ndarray, room: int
@@ -327,11 +365,11 @@ class Agent:
     def _score(self, new_tokens: int, action_tokens: int) -> None:
         """Sends the latest tokens to the teacher; nobody waits for the answer here."""
         if self._scorer is not None:
-            trajectory = self.recorder.trajectory(None)
-            end = len(trajectory.ids)
+            trajectory, sample = self.recorder.trajectory(None), self.recorder.sample
+            first, end = trajectory.samples[sample]
             start = end - action_tokens - new_tokens
-            positions = np.arange(end - action_tokens, end, dtype=np.int32)
-            turn = Turn(self.key, self._segments, start, trajectory)
+            positions = np.arange(end - action_tokens, end, dtype=np.int32) - first
+            turn = Turn(self.key, self._segments, start, trajectory, sample)
             self._scorer.add(turn, positions)
             self._segments += 1
 
@@ -341,8 +379,7 @@ class Agent:
         if "completed" in self.times:
             self.moves.doing = _scoring(turn.turn + 1)
         if self.on_turn is not None:
-            length = len(turn.trajectory.ids)
-            scores = self.recorder.teacher_scores(length)
+            scores = self.recorder.teacher_scores(turn.trajectory)
             trajectory = dataclasses.replace(turn.trajectory, teacher=scores)
             secs = time.monotonic()
             self.on_turn(dataclasses.replace(turn, trajectory=trajectory, secs=secs))

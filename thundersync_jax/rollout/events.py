@@ -39,6 +39,7 @@ class Turn:
     # that of the observation before this one.
     start: int
     trajectory: Trajectory
+    sample: int = 0  # of the trajectory, that the action is in
     secs: float = _now()
 
 

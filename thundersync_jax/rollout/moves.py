@@ -81,7 +81,7 @@ class Moves:
 
         None where the environment blames the policy, which ends the attempt.
         """
-        weight, credit, done = 1.0, 0.0, False
+        weight, credit, done, rewrite = 1.0, 0.0, False, False
         messages: list[Message] = []
         single = len(action.calls) < 2 or action.kind == "malformed"
         parts = [action] if single else [action.one(call) for call in action.calls]
@@ -100,13 +100,19 @@ class Moves:
                 except PolicyFault as fault:
                     self._blame(fault)
                     return None
+            if observation.rewrite:
+                messages, rewrite = [], True
             messages += observations.messages(observation, role, part.call_id)
             weight *= float(observation.weight)
             credit += float(observation.credit)
             if done := observation.done:
                 break
         return Observation(
-            done=done, credit=credit, weight=weight, messages=tuple(messages)
+            done=done,
+            credit=credit,
+            weight=weight,
+            messages=tuple(messages),
+            rewrite=rewrite,
         )
 
     async def verify(self) -> Verdict:

@@ -33,6 +33,7 @@ def checked(observation: Any, command: str) -> Observation:
     """An observation with texts and finite numbers."""
     _expect(observation, Observation, command, "an Observation")
     _expect(observation.text, str, command, "an Observation with text")
+    _expect(observation.rewrite, bool, command, "an Observation with rewrite a bool")
     _expect(observation.messages, Sequence, command, "an Observation with messages")
     for message in observation.messages:
         _expect(message, Message, command, "messages that are a Message each")
@@ -57,7 +58,7 @@ def checked(observation: Any, command: str) -> Observation:
 def messages(observation: Observation, role: str, call_id: str) -> Iterator[Message]:
     """What an observation says; `role` is whose text it is if it does not say so."""
     if not observation.messages:
-        said = observation.role or role
+        said = observation.role or ("user" if observation.rewrite else role)
         answered = call_id if said == "tool" else ""
         yield Message(said, _text(observation.text), answered)
     for message in observation.messages:

@@ -62,7 +62,7 @@ class TurnScorer:
     """A task: the turns of one attempt go through a teacher, one after the other."""
 
     teacher: Teacher
-    session: Hashable  # the engine's name for the attempt
+    session: Hashable  # the engine's name for the attempt, and for its first sample
     recorder: Recorder  # keeps the scores
     on_scored: Callable[[Turn, float], None]  # a turn, monotonic seconds of its sending
     on_failed: Callable[[], None]  # called where `raise_error` raises from now on
@@ -70,6 +70,7 @@ class TurnScorer:
 
     def __post_init__(self):
         self._stopped = False
+        self._asked = self.session  # the teacher's name for the latest sample
         # None ends it.
         self._turns: asyncio.Queue[tuple[Turn, np.ndarray] | None] = asyncio.Queue()
         name = f"{asyncio.current_task().get_name()}, scoring"
@@ -77,7 +78,7 @@ class TurnScorer:
         self._task.add_done_callback(self._ended)
 
     def add(self, turn: Turn, positions: np.ndarray) -> None:
-        """Queues the positions of a turn's action."""
+        """Queues the positions of a turn's action in its sample."""
         self._turns.put_nowait((turn, positions))
 
     async def finish(self) -> None:
@@ -98,19 +99,24 @@ class TurnScorer:
         """Ends the task and the teacher's session; nothing more is told."""
         self._stopped = True
         self._task.cancel()
-        self.teacher.release(self.session)
+        self.teacher.release(self._asked)
 
     async def _run(self) -> None:
         while (entry := await self._turns.get()) is not None:
             turn, positions = entry
             start = time.monotonic()
-            ids = turn.trajectory.ids
+            first, end = turn.trajectory.samples[turn.sample]
+            ids = turn.trajectory.ids[first:end]
+            name = (self.session, turn.sample) if turn.sample else self.session
+            if name != self._asked:
+                self.teacher.release(self._asked)
+                self._asked = name
             try:
-                scored = await self.teacher.logprobs(self.session, ids, positions)
+                scored = await self.teacher.logprobs(self._asked, ids, positions)
                 # A teacher may swallow its cancellation, and answer.
                 if self._stopped:
                     return
-                self.recorder.score(positions, scored)
+                self.recorder.score(positions, scored, turn.sample)
             except Exception as error:
                 reason = f"scoring of turn {turn.turn}: {one_line(error)}"
                 raise Stopped(StopReason.TEACHER_ERROR, reason) from error

@@ -50,9 +50,12 @@ def complete(run: Run, stream: Stream, trajectory: Trajectory) -> None:
         weight = samples.trajectory_weight(trajectory, run.config.loss)
         stream.complete(group, member, weight, policy_version=version)
         return
-    tokens = samples.trained_tokens(trajectory, run.config.loss)
-    sample = run.samples.whole(trajectory)
-    stream.complete(group, member, sample, tokens=tokens, policy_version=version)
+    spans = samples.spans(trajectory)
+    for span in spans:
+        tell = stream.complete if span == spans[-1] else stream.sample
+        tokens = samples.trained_tokens(trajectory, run.config.loss, *span)
+        sample = run.samples.whole(trajectory, *span)
+        tell(group, member, sample, tokens=tokens, policy_version=version)
 
 
 def reward(run: Run, stream: Stream, trajectory: Trajectory) -> None:

@@ -74,6 +74,15 @@ class PolicyTerm:
                 "computed before their trajectory ends. Set release to 'trajectory'."
             )
 
+    def check_samples(self, most: int) -> None:
+        """Refuses several samples where these do not add up to a trajectory."""
+        if most > 1 and not self.of_turns:
+            raise ConfigError(
+                f"rollout.samples is {most} with a loss.surrogate whose value for a "
+                "trajectory is not the sum over its turns, expected one that is: it "
+                "sees one sample at a time. Set rollout.samples to 1."
+            )
+
 
 def built_in(loss: LossConfig) -> PolicyTerm:
     """The policy gradient, with importance weights and turn credit as configured.

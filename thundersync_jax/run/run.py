@@ -119,6 +119,7 @@ class Run:
             self.estimator = objective.estimator(config.loss, estimator)
             self.baselines = objective.baselines(config.loss)
             self._term = policy_term.load(config.loss, surrogate)
+            self._term.check_samples(config.rollout.samples)
             self.additive = config.loss.has_additive or self._term.additive
             check_addends(config, self.additive)
             remote = self._connected()

@@ -28,16 +28,19 @@ class Samples:
         self.width = width
         self._prompt_ids = prompt_ids
 
-    def whole(self, trajectory: Trajectory) -> Padded:
-        """A trajectory, or what follows the prompt that its group shares."""
-        if not self._shared:
-            return sample(trajectory, self._loss, self._rollout.gradient_buckets)
-        return self.behind(trajectory, self._after_prompt(trajectory))
+    def whole(
+        self, trajectory: Trajectory, start: int = 0, end: int | None = None
+    ) -> Padded:
+        """A trajectory's sample, or what follows the prompt that its group shares.
 
-    def behind(self, trajectory: Trajectory, start: int) -> Padded:
-        """What of a complete trajectory follows its first `start` tokens."""
+        It is the one from `start` to `end`, for many trajectories the only one.
+        """
+        lengths = self._rollout.gradient_buckets
+        if not self._shared:
+            return sample(trajectory, self._loss, lengths, start, end)
+        after = self._after_prompt(trajectory, start, end)
         lengths = self._rollout.segment_lengths
-        return segment_sample(trajectory, self._loss, lengths, start)
+        return segment_sample(trajectory, self._loss, lengths, after, end, origin=start)
 
     def turn(
         self, trajectory: Trajectory, start: int, end: int | None = None
@@ -55,7 +58,8 @@ class Samples:
         if not self._shared:
             return None
         ids = self._prompt_ids(step, group)
-        return self.behind(self.untrained(len(ids), ids), 0)
+        lengths = self._rollout.segment_lengths
+        return segment_sample(self.untrained(len(ids), ids), self._loss, lengths, 0)
 
     def untrained(self, tokens: int, ids: np.ndarray | None = None) -> Trajectory:
         """A trajectory that trains nothing: of these ids, or without meaning."""
@@ -70,19 +74,41 @@ class Samples:
         """The reward that advantages follow from; filters look at the raw one."""
         return shaped_reward(trajectory, self._loss, self._rollout.most_action_tokens)
 
-    def _after_prompt(self, trajectory: Trajectory) -> int:
+    def _after_prompt(
+        self, trajectory: Trajectory, start: int = 0, end: int | None = None
+    ) -> int:
         ids = self._prompt_ids(trajectory.key.step, trajectory.key.group)
-        if not np.array_equal(trajectory.ids[: len(ids)], ids):
+        if not np.array_equal(trajectory.ids[start:end][: len(ids)], ids):
+            what = "a rewritten history" if start else "`start`"
             raise ConfigError(
-                f"share_prompt is 'group' and trajectory {trajectory.key} begins with "
-                "another prompt than the task set's `prompt` says; let `start` return "
-                "that text, or set share_prompt=no"
+                f"share_prompt is 'group' and trajectory {trajectory.key} has a sample "
+                "that begins with another prompt than the task set's `prompt` says; "
+                f"let {what} begin with that text, or set share_prompt=no"
             )
-        return len(ids)
+        return start + len(ids)
 
 
-def sample(trajectory: Trajectory, loss: LossConfig, lengths: Sequence[int]) -> Padded:
-    """What the surrogate sees of a trajectory, padded to one of `lengths`.
+def spans(trajectory: Trajectory) -> list[tuple[int, int]]:
+    """Begin and end of the samples that train anything, but of one in any case."""
+    trained = [
+        (start, end)
+        for start, end in trajectory.samples
+        if np.any(trajectory.loss_mask[start:end])
+    ]
+    return trained or trajectory.samples[:1]
+
+
+def sample(
+    trajectory: Trajectory,
+    loss: LossConfig,
+    lengths: Sequence[int],
+    start: int = 0,
+    end: int | None = None,
+) -> Padded:
+    """What the surrogate sees of a sample, padded to one of `lengths`.
+
+    It is the one from `start` to `end`. The weights of its tokens follow from those of
+    the whole trajectory, of which it may be one of several.
 
     "tokens" int32[T], "weights" float32[T], "mask" bool[T], "logprobs" float32[T] of
     the sampler; under turn credit "turn_weights" and "turn_credits" float32[T], and
@@ -92,7 +118,7 @@ def sample(trajectory: Trajectory, loss: LossConfig, lengths: Sequence[int]) -> 
     ConfigError where the environment gave turn credit and the loss does not use it;
     StreamError where the teacher's scores of a trained token are missing.
     """
-    return padding.pad(_arrays(trajectory, loss), lengths)
+    return padding.pad(_arrays(trajectory, loss, start, end), lengths)
 
 
 def segment_sample(
@@ -102,23 +128,28 @@ def segment_sample(
     start: int,
     end: int | None = None,
     whole_weight: bool = True,
+    origin: int = 0,
 ) -> Padded:
     """What the surrogate in pieces sees of the tokens from `start` to `end`.
 
     The arrays of `sample`, and "start" and "length" int32[]. Weights are those of the
     whole trajectory, or without `whole_weight` 1, for a trajectory that still goes on.
+    The sample that the tokens belong to begins at `origin`.
     """
-    arrays = {name: x[start:end] for name, x in _arrays(trajectory, loss).items()}
+    arrays = _arrays(trajectory, loss, start, end)
     if not whole_weight:
         arrays["weights"] = arrays["mask"].astype(np.float32)
     padded = padding.pad(arrays, lengths)
-    place = {"start": np.int32(start), "length": np.int32(padded.real_tokens)}
+    place = {"start": np.int32(start - origin), "length": np.int32(padded.real_tokens)}
     return dataclasses.replace(padded, tree=padded.tree | place)
 
 
-def trained_tokens(trajectory: Trajectory, loss: LossConfig) -> int:
-    """Tokens of a trajectory that are in the loss, for the denominator."""
-    return 0 if _masked(trajectory, loss) else trajectory.action_tokens
+def trained_tokens(
+    trajectory: Trajectory, loss: LossConfig, start: int, end: int
+) -> int:
+    """Tokens that are in the loss, from `start` to `end`, for the denominator."""
+    trained = int(np.sum(trajectory.loss_mask[start:end]))
+    return 0 if _masked(trajectory, loss) else trained
 
 
 def _masked(trajectory: Trajectory, loss: LossConfig) -> bool:
@@ -133,7 +164,9 @@ def trajectory_weight(trajectory: Trajectory, loss: LossConfig) -> float:
     return float(losses.token_weights(mask, loss.aggregation, loss.constant).max())
 
 
-def _arrays(trajectory: Trajectory, loss: LossConfig) -> dict[str, np.ndarray]:
+def _arrays(
+    trajectory: Trajectory, loss: LossConfig, start: int, end: int | None
+) -> dict[str, np.ndarray]:
     weights = losses.token_weights(
         trajectory.loss_mask, loss.aggregation, loss.constant
     )
@@ -156,7 +189,7 @@ def _arrays(trajectory: Trajectory, loss: LossConfig) -> dict[str, np.ndarray]:
         )
     if loss.distill != "none":
         arrays |= _teacher_arrays(trajectory)
-    return arrays
+    return {name: array[start:end] for name, array in arrays.items()}
 
 
 def _teacher_arrays(trajectory: Trajectory) -> dict[str, np.ndarray]:

@@ -190,7 +190,11 @@ class Display:
         self._rows = 0
         self._gap()
         self._print(_title(trajectory, advantage))
-        for trained, text in _runs(trajectory, pieces):
+        count = len(trajectory.starts)
+        for first, trained, text in _runs(trajectory, pieces):
+            if count > 1 and first in trajectory.starts:
+                number = trajectory.starts.index(first) + 1
+                self._print(Text(f"  sample {number} of {count}", _STRONG))
             style = _TRAINED[trained]
             width = self.width - _INDENT - _LABEL
             wrapped = text.wrap(self._console, width, overflow="fold")
@@ -319,6 +323,8 @@ def _title(trajectory: Trajectory, advantage: float | None) -> Text:
     turns = f"{trajectory.turns} turn" + ("" if trajectory.turns == 1 else "s")
     tokens = f"{len(trajectory.ids)} tokens, {trajectory.action_tokens} trained"
     facts += [trajectory.stop_reason.value.replace("_", " "), turns, tokens]
+    if (samples := len(trajectory.starts)) > 1:
+        facts.append(f"{samples} samples")
     text = Text().append(str(trajectory.key), "bold")
     text.append("\n  " + "  ".join(facts))
     if trajectory.reason:
@@ -326,19 +332,24 @@ def _title(trajectory: Trajectory, advantage: float | None) -> Text:
     return text
 
 
-def _runs(trajectory: Trajectory, pieces: Sequence[Piece]) -> list[tuple[bool, Text]]:
-    """Runs of equal loss mask, (trained, text), special tokens set apart."""
+def _runs(
+    trajectory: Trajectory, pieces: Sequence[Piece]
+) -> list[tuple[int, bool, Text]]:
+    """Runs of equal loss mask in a sample: where they start, trained, text.
+
+    Special tokens are set apart.
+    """
     mask = np.asarray(trajectory.loss_mask, bool)
-    runs: list[tuple[bool, Text]] = []
+    runs: list[tuple[int, bool, Text]] = []
     start = 0
     for piece in pieces:
         trained = bool(mask[start])
+        if not runs or runs[-1][1] != trained or start in trajectory.starts:
+            runs.append((start, trained, Text()))
         start += piece.tokens
-        if not runs or runs[-1][0] != trained:
-            runs.append((trained, Text()))
         style = _TRAINED[trained]
         text = _printable(piece.text)
-        runs[-1][1].append(text, f"{style} italic" if piece.special else style)
+        runs[-1][2].append(text, f"{style} italic" if piece.special else style)
     return runs
 
 
