@@ -16,14 +16,14 @@ BASE = ("types", "errors")
 # From the bottom to the top. A folder imports itself and those before it. The top
 # level's other files, the commands, are above them all.
 ROOMS = (
-    *("ops", "stream", "config", "models", "hf", "chat", "envs", "engines"),
-    *("rollout", "metrics", "run", "view", "measure"),
+    *("ops", "stream", "config", "models", "hf", "chat", "sandbox", "envs"),
+    *("engines", "rollout", "metrics", "run", "view", "measure"),
 )
 FLOOR = dict.fromkeys(BASE, 0) | {room: i + 1 for i, room in enumerate(ROOMS)}
 COMMANDS = len(ROOMS) + 1
 LIFTED = ("stream/accumulator.py", "stream/schedule", "ops")
 # A host that only rolls out needs no jax for these.
-WITHOUT_JAX = ("types", "errors", "config", "chat", "envs", "rollout")
+WITHOUT_JAX = ("types", "errors", "config", "chat", "sandbox", "envs", "rollout")
 MOST_TOP_LEVEL_FILES = 12
 
 
