@@ -155,7 +155,7 @@ def scratch(folders: list[tuple[str, int, int]], size: int) -> None:
 
     Each has its owner and its mode.
     """
-    options = f"size={size},nr_inodes={max(1024, size >> 14)},mode=0755"
+    options = f"size={size},nr_inodes={max(1024, size >> 12)},mode=0755"
     mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, options)
     for number, (folder, owner, mode) in reversed(list(enumerate(folders))):
         source = f"/tmp/{number}"
