@@ -593,7 +593,7 @@ async def test_nothing_outlives_kill_all_or_stop(make):
         assert not processes("56.54")
         await sandbox.run(line)
     assert not processes("56.54")
-    assert await gone("join.py")
+    assert await gone("marshal.load")
 
 
 # Files in and out.

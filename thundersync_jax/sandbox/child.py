@@ -7,18 +7,29 @@ whatever a pipe brings.
 import asyncio
 import contextlib
 import fcntl
+import functools
 import marshal
 import os
 import signal
 import subprocess
 import sys
+import types
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Any
 
 from thundersync_jax.sandbox.base import FileError, SandboxError
 
-_JOIN = str(Path(__file__).with_name("join.py"))
+_FOLDER = Path(__file__).parent
+# A script is compiled each time it runs, which takes longer than all else it does.
+_ENTRY = """
+import marshal, sys
+with open(int(sys.argv[1]), "rb") as file:
+    code, request = marshal.load(file)
+names = {"__name__": "join"}
+exec(code, names)
+names["answer"](request)
+"""
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
 
 
@@ -33,17 +44,17 @@ class Child:
         """Starts it; needs a running event loop.
 
         Args:
-          argv: Its program and arguments; `{report}` becomes the report's descriptor.
+          argv: Its program and arguments, without the last: the report's descriptor.
           fds: Descriptors that it inherits under their own numbers.
           **files: `stdin`, `stdout`, `stderr`; /dev/null where none is given.
         """
         self._loop = asyncio.get_running_loop()
         self.exited: asyncio.Future[int] = self._loop.create_future()
         self._report, report = os.pipe()
-        self._unread = b""
+        self._unread, self._closed = b"", False
         try:
             self._process = subprocess.Popen(
-                [part.format(report=report) for part in argv],
+                [*argv, str(report)],
                 pass_fds=(*fds, report),
                 env=_library_path(),
                 start_new_session=True,
@@ -53,7 +64,7 @@ class Child:
                 },
             )
         except BaseException:
-            os.close(self._report)
+            self.close()
             raise
         finally:
             os.close(report)
@@ -71,6 +82,12 @@ class Child:
         line, _, self._unread = self._unread.partition(b"\n")
         return line.decode(errors="replace")
 
+    def close(self) -> None:
+        """Listens no more."""
+        if not self._closed:
+            self._closed = True
+            os.close(self._report)
+
     def signal(self, number: int) -> None:
         """Sends a signal, unless the process has ended."""
         if self._pidfd is not None:
@@ -83,15 +100,16 @@ class Child:
         self.exited.set_result(self._process.wait())
 
     def __del__(self):
-        with contextlib.suppress(AttributeError, OSError):
-            os.close(self._report)
+        if not getattr(self, "_closed", True):
+            self.close()
 
 
 def join(request: dict[str, Any], fds: Sequence[int] = (), **files: int) -> Child:
     """Starts the program `join` with a request; `fds` are those it names."""
-    asked = sealed(marshal.dumps(request))
+    request |= {"modules": str(_FOLDER)}
+    asked = sealed(marshal.dumps((_code(), request)))
     try:
-        argv = [sys.executable, "-I", "-S", _JOIN, str(asked), "{report}"]
+        argv = [sys.executable, "-I", "-S", "-c", _ENTRY, str(asked)]
         return Child(argv, (*fds, asked), **files)
     finally:
         os.close(asked)
@@ -153,6 +171,11 @@ async def surely(work: Awaitable[Any]) -> Any:
             task.result()
         raise cancelled
     return task.result()
+
+
+@functools.cache
+def _code() -> types.CodeType:
+    return compile((_FOLDER / "join.py").read_bytes(), "join.py", "exec")
 
 
 def _library_path() -> dict[str, str]:

@@ -54,6 +54,7 @@ async def run(
                 raise SandboxError("a command neither starts nor ends") from error
             raise
         finally:
+            child.close()
             pump.cancel()
             await surely(asyncio.wait({pump}))  # its descriptor is closed next
         holder.check()

@@ -35,7 +35,6 @@ class Holder:
         self._name, self._limits = name, limits
         self._monitor: Child | None = None
         self._lifeline: int | None = None
-        self._errors: int | None = None
         self._init: int | None = None
         self._children: set[Child] = set()
         self._stopping: asyncio.Future[None] | None = None
@@ -91,17 +90,18 @@ class Holder:
     async def _start(self, request: dict[str, Any]) -> None:
         self.groups = cgroups.create(self._name, self._limits)
         lifeline, self._lifeline = os.pipe()
+        errors = os.memfd_create("errors")
         try:
-            self._errors = os.memfd_create("errors")
             os.write(self._lifeline, b"\n")  # which it repeats once it is there
-            self._monitor = join(request, stdin=lifeline, stderr=self._errors)
-        finally:
-            os.close(lifeline)
-        try:
+            self._monitor = join(request, stdin=lifeline, stderr=errors)
             pid = int(said(await self._monitor.line()))
         except SandboxError as error:
-            words = os.pread(self._errors, 1000, 0).decode(errors="replace").split()
+            words = os.pread(errors, 1000, 0).decode(errors="replace").split()
             raise SandboxError(" ".join([*words, f"({error})"])) from error
+        finally:
+            os.close(lifeline)
+            os.close(errors)
+        self._monitor.close()
         self._init = os.pidfd_open(pid)
         # Its parent has not seen it end, so the number is its own and no other's.
         if f"\nPPid:\t{self._monitor.pid}\n" not in _status(pid):
@@ -128,8 +128,6 @@ class Holder:
         if exits := {child.exited for child in children}:
             _, running = await asyncio.wait(exits, timeout=END_SECS)
             left += ["its helpers"] if running else []
-        if self._errors is not None:
-            os.close(self._errors)
         deadline = time.monotonic() + END_SECS
         while cgroups.remove(self.groups) and time.monotonic() < deadline:
             await asyncio.sleep(0.005)

@@ -1,11 +1,11 @@
 """Enters a sandbox and does one thing there: a program of its own, without the package.
 
-`python -I -S join.py REQUEST REPORT` reads a marshalled request from the descriptor
-REQUEST, and writes one line to REPORT: `ok …`, `no …` for what the sandbox's files do
-not allow, `failed …` for everything else. Files are read and written by this program,
-not by the sandbox's own tools, and outside of its process namespace: nothing that runs
-there can see, signal or trace it. What it needs is imported before it enters, and
-nothing afterwards: the files inside are the agent's.
+It runs as `python -I -S -c … REQUEST REPORT`, with the code of this file and what is
+asked of it behind the descriptor REQUEST, and writes lines to REPORT: `ok …`, `no …`
+for what the sandbox's files do not allow, `failed …` for everything else. Files are
+read and written by this program, not by the sandbox's own tools, and outside of its
+process namespace: nothing that runs there can see, signal or trace it. What it needs
+is imported before it enters, and nothing afterwards: the files inside are the agent's.
 
 There is no `os.setns` before Python 3.12, and modules such as `json` and `signal` take
 longer to import than a command to run; hence ctypes, marshal and numbers.
@@ -13,7 +13,6 @@ longer to import than a command to run; hence ctypes, marshal and numbers.
 
 import ctypes
 import errno
-import marshal
 import os
 import resource
 import sys
@@ -469,7 +468,7 @@ FILE_OPERATIONS = {"read": read, "write": write, "pack": pack, "unpack": unpack}
 
 def operate(request: dict) -> str:
     if request["do"] in ("pack", "unpack"):
-        sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+        sys.path.insert(0, request["modules"])
         import archive  # noqa: F401
     visit(request)
     try:
@@ -494,9 +493,8 @@ def main(function) -> None:
     os._exit(0)
 
 
-if __name__ == "__main__":
+def answer(request: dict) -> None:
+    """Does what is asked, and ends the process."""
     libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
-    with open(int(sys.argv[1]), "rb") as file:
-        asked = marshal.load(file)
-    DO = {"start": start, "run": run, "kill": kill}
-    main(lambda: DO.get(asked["do"], operate)(asked))
+    do = {"start": start, "run": run, "kill": kill}.get(request["do"], operate)
+    main(lambda: do(request))
