@@ -658,6 +658,11 @@ ln -s {outside}/victim file; mkdir -p d; ln -s .. d/dots; ln -s loop loop
         for path in ("file", "outside/x", f"{up}{outside}/x", "etc/passwd"):
             with contextlib.suppress(FileError):
                 await sandbox.write(path, b"attacked")
+        # Nor does a path lead into what a process of the agent's has open.
+        await sandbox.run("sleep 57.2 3</etc/passwd & echo $! > number")
+        number = (await sandbox.read("number")).decode().strip()
+        with pytest.raises(FileError):
+            await sandbox.read(f"/proc/{number}/fd/3")
         source = tmp_path / "source"
         (source / "outside").mkdir(parents=True)
         (source / "outside" / "victim").write_text("attacked")
@@ -733,6 +738,7 @@ HOSTILE = {
     "devices": [("disk", tarfile.BLKTYPE, "", b""), ("null", tarfile.CHRTYPE, "", b"")],
     "a pipe": [("pipe", tarfile.FIFOTYPE, "", b"")],
     "the folder itself": [(".", SYM, "../out", b""), ("x", REG, "", b"1")],
+    "folders without end": [("d/" * 3000 + "x", REG, "", b"1")],
     "no name": [("", REG, "", b"1")],
 }
 

@@ -59,7 +59,7 @@ class Spec:
       workdir: Where commands start: an absolute path, empty at first, the agent's.
       env: Variables of every command, beside PATH, HOME, USER and LANG.
       limits: What it may use.
-      network: Whether it may use the network of the host.
+      network: Whether it has the network of the host, with all that listens there.
       user: For containers: who runs commands, None for the image's own user.
     """
 
@@ -86,7 +86,8 @@ class Result:
     """What a command did.
 
     Attributes:
-      status: Its exit status; 128 + n where signal n ended it.
+      status: Its exit status; 128 + n where signal n ended it; 126 where it or its
+        folder cannot be entered, 127 where there is no such program.
       output: Its stdout and stderr in the order they were written. Where it is longer
         than was asked for, its middle is missing after the first `head_bytes`.
       secs: How long it ran.

@@ -8,6 +8,11 @@ from thundersync_jax.sandbox.base import MEBIBYTE, Limits
 
 _ROOT = Path("/sys/fs/cgroup")
 _CPU_PERIOD_USECS = 100_000
+_FILES = {  # of each version
+    "memory": ("memory.max", "memory.limit_in_bytes"),
+    "pids": ("pids.max",),
+    "cpu": ("cpu.max", "cpu.cfs_quota_us"),
+}
 
 
 def create(name: str, limits: Limits) -> list[Path]:
@@ -49,11 +54,7 @@ def create(name: str, limits: Limits) -> list[Path]:
 
 def covers(folders: list[Path], controller: str) -> bool:
     """Whether one of the groups limits a controller: memory, pids or cpu."""
-    return any(
-        (folder / file).exists()
-        for folder in folders
-        for file in (f"{controller}.max", f"{controller}.limit_in_bytes")
-    )
+    return any((at / file).exists() for at in folders for file in _FILES[controller])
 
 
 def members(folders: list[Path]) -> list[str]:

@@ -323,13 +323,13 @@ def kill(request: dict) -> str:
                 libc.kill(-1, SIGKILL)
                 os._exit(0)
             os.waitpid(child, 0)
-        if not (alive := living(most)):
+        if not (found := living(most)):
             return ""
-        for descriptor in alive:
+        for descriptor in found:
             libc.syscall(PIDFD_SEND_SIGNAL, descriptor, SIGKILL, None, 0)
             os.close(descriptor)
         if time.monotonic() > deadline:
-            raise OSError(errno.EBUSY, f"{len(alive)} processes do not die")
+            raise OSError(errno.EBUSY, f"{len(found)} processes do not die")
         rounds += 1
         time.sleep(min(rounds, 50) / 1000)
 
