@@ -350,6 +350,18 @@ async def test_without_bubblewrap_nothing_runs(monkeypatch, tmp_path):
         await Bubblewrap("a").check()
 
 
+@asynchronous
+async def test_systems_that_cannot_are_named(monkeypatch):
+    for name, value in (("system", "Darwin"), ("release", "4.18.0-el8")):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"platform.{name}", lambda value=value: value)
+            with pytest.raises(ConfigError, match=f"Linux 5.9 or newer.*{value}"):
+                await Bubblewrap("a").check()
+    monkeypatch.setattr("platform.machine", lambda: "riscv64")
+    with pytest.raises(ConfigError, match="'riscv64'"):
+        await Bubblewrap("a").check()
+
+
 @here
 @asynchronous
 async def test_forbidden_namespaces_are_named(monkeypatch, tmp_path):

@@ -13,7 +13,7 @@ import tarfile
 tarfile.pwd = tarfile.grp = None  # type: ignore[attr-defined]
 
 _CHUNK_BYTES = 1 << 20
-_MOST_CHARACTERS = 4096  # of a name, each of whose folders is made; Linux's limit
+_MOST_FOLDERS = 128  # in each other: what is deeper, shutil.rmtree cannot remove
 _HEADERS = (
     *(tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE),
     *(tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK),
@@ -145,8 +145,8 @@ def _parts(name: str) -> tuple[str, ...]:
     parts = tuple(part for part in name.split("/") if part not in ("", "."))
     if name.startswith("/") or ".." in parts or "\0" in name:
         raise Refused(f"the name {name!r} leaves the folder")
-    if len(name) > _MOST_CHARACTERS:
-        raise Refused(f"a name of {len(name)} characters")
+    if len(parts) > _MOST_FOLDERS:
+        raise Refused(f"{len(parts)} folders in each other")
     return parts
 
 

@@ -52,6 +52,7 @@ _FIRST_USER, _USERS = 1_000_000_000, 200_000_000
 _FILE_SECS = 300.0
 _MOST_OPEN_FILES = 4096
 
+_OLDEST_LINUX = [5, 9]  # setns of a process, openat2, close_range
 _HOST_FOLDERS = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")
 # Of a root file system: what every sandbox has of its own.
 _OWN = {"dev", "proc", "sys", "tmp", "home", "root", "run", "mnt", "media", "boot"}
@@ -90,12 +91,19 @@ class Bubblewrap:
 
     async def check(self) -> str:
         """As `Provider.check`."""
-        bwrap = _program()
-        if platform.machine() not in MACHINES:
+        machine, release = platform.machine(), platform.release()
+        numbers = [int(n) for n in re.findall(r"\d+", release)[:2]]
+        if platform.system() != "Linux" or numbers < _OLDEST_LINUX:
+            raise ConfigError(
+                "sandboxes by bubblewrap need Linux 5.9 or newer, this is "
+                f"{platform.system()} {release}."
+            )
+        if machine not in MACHINES:
             raise ConfigError(
                 f"sandboxes by bubblewrap know the system calls of {list(MACHINES)}, "
-                f"this machine is {platform.machine()!r}."
+                f"this machine is {machine!r}."
             )
+        bwrap = _program()
         version = subprocess.run([bwrap, "--version"], capture_output=True, text=True)
         sandbox = self.create(Spec(), f"check{secrets.token_hex(4)}")
         try:

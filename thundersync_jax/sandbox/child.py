@@ -30,7 +30,6 @@ names = {"__name__": "join"}
 exec(code, names)
 names["answer"](request)
 """
-_SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
 
 
 class Child:
@@ -137,7 +136,8 @@ def sealed(data: bytes) -> int:
         with open(file, "wb", closefd=False) as stream:
             stream.write(data)
         os.lseek(file, 0, os.SEEK_SET)
-        fcntl.fcntl(file, fcntl.F_ADD_SEALS, _SEALS)
+        seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, seals)
     except BaseException:
         os.close(file)
         raise

@@ -29,7 +29,8 @@ FILES = NEW_USER | NEW_MOUNTS
 EVERYTHING = FILES | NEW_UTS | NEW_IPC | NEW_PIDS | NEW_NETWORK | NEW_CGROUPS
 PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 4, 22, 24, 38
 SECCOMP_MODE_FILTER = 2
-MS_NOSUID, MS_NODEV, MS_BIND = 2, 4, 4096
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
+MS_REMOUNT, MS_BIND = 32, 4096
 NS_GET_USERNS = 0xB701
 KEYCTL_JOIN_SESSION_KEYRING = 1
 RESOLVE_NO_MAGICLINKS = 2
@@ -145,8 +146,18 @@ def prepare(request: dict, info: int, ready: int, go: int) -> str:
     forget_imports()
     enter(mounts, NEW_MOUNTS)
     become(uid if request["maps"] else None)
+    seal()
     scratch(request["scratch"], request["disk_bytes"])
     return str(pid)
+
+
+def seal() -> None:
+    """Makes the kernel's settings read-only, whoever the agent is to the host."""
+    flags = MS_NOSUID | MS_NODEV | MS_NOEXEC | MS_RDONLY
+    for name in ("sys", "sysrq-trigger", "irq", "bus", "fs"):
+        if os.path.exists(path := f"/proc/{name}"):
+            mount(path, path, None, MS_BIND, None)
+            mount(path, path, None, MS_BIND | MS_REMOUNT | flags, None)
 
 
 def scratch(folders: list[tuple[str, int, int]], size: int) -> None:
