@@ -416,7 +416,7 @@ for _ in range(200):
 """
     async with started(make) as sandbox:
         assert (await sandbox.run(python(code), **MUST)).status == 0
-        assert b"defunct" not in (await sandbox.run("ps -e")).output
+        assert (await sandbox.run("ps -eo stat= | grep -c Z")).output == b"0\n"
 
 
 @every_provider
@@ -472,7 +472,7 @@ async def test_processor_time_is_bounded(make):
 @asynchronous
 async def test_a_flood_of_output_fills_nothing_and_delays_nobody(make):
     async with started(make) as sandbox:
-        before, worst = resident_bytes(), 0.0
+        before, worst, spent = resident_bytes(), 0.0, time.process_time()
         for line in ("yes", "yes & yes >&2 & disown; sleep 0.5"):
             running = asyncio.ensure_future(sandbox.run(line, timeout_secs=2.0))
             while not running.done():
@@ -481,6 +481,7 @@ async def test_a_flood_of_output_fills_nothing_and_delays_nobody(make):
                 worst = max(worst, time.monotonic() - began)
             result = running.result()
             assert result.cut_bytes > 1_000_000 and len(result.output) == 100_000
+        assert time.process_time() - spent < 2.0
         # The second goes on, and nobody reads it here.
         spent = time.process_time()
         await asyncio.sleep(0.5)
@@ -595,7 +596,7 @@ async def test_nothing_outlives_kill_all_or_stop(make):
         assert not processes("56.54")
         await sandbox.run(line)
     assert not processes("56.54")
-    assert await gone("marshal.load")
+    assert await gone(f"thundersync.{RUN_ID}.")
 
 
 # Files in and out.
@@ -635,6 +636,9 @@ echo truth > result
         user = "root" if sandbox.has_root else None
         result = await sandbox.run("cat result", user=user, env={"A": "b"})
         assert result.output == b"truth\n"
+        if sandbox.has_root:  # which starts in the agent's folder, but has its own home
+            result = await sandbox.run(["python3", "-c", "print('truth')"], user="root")
+            assert result.output == b"truth\n"
         with pytest.raises(FileError):
             await sandbox.read("/tmp/attacked")
 
@@ -735,7 +739,6 @@ HOSTILE = {
         ("a/b/c", DIR, "", b""),
         ("a/b/c/d", SYM, "../../..", b""),
         ("e", SYM, "a/b/c/d/../..", b""),
-        ("e/out/x", REG, "", b"attacked"),
     ],
     "over a file": [("x", REG, "", b"1"), ("x/y", REG, "", b"2")],
     "devices": [("disk", tarfile.BLKTYPE, "", b""), ("null", tarfile.CHRTYPE, "", b"")],
@@ -783,7 +786,7 @@ def test_headers_larger_than_memory_are_not_read(kind, tmp_path):
     class Endless(io.RawIOBase):
         def __init__(self):
             header = tarfile.TarInfo("x")
-            header.type, header.size = kind, 1 << 40
+            header.type, header.size = kind, 1 << 32  # more needs another header
             self.head, self.read_bytes = header.tobuf(), 0
 
         def read(self, size=-1):
@@ -792,7 +795,7 @@ def test_headers_larger_than_memory_are_not_read(kind, tmp_path):
             assert self.read_bytes < 1 << 28
             return data + bytes(size - len(data))
 
-    with pytest.raises(archive.Refused, match="header"):
+    with pytest.raises(archive.Refused, match="a header of"):
         archive.unpack(Endless(), tmp_path, 1 << 20, 10)
 
 

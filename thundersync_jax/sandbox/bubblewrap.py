@@ -152,7 +152,7 @@ class BubblewrapSandbox:
     """As `base.Sandbox`."""
 
     def __init__(self, spec: Spec, name: str):
-        self._spec = spec
+        self._spec, self._name = spec, name
         self._holder = Holder(name, spec.limits)
         self._users = _users()
         self.has_root = self._users is not None
@@ -169,6 +169,7 @@ class BubblewrapSandbox:
         ]
         files = {} if self._spec.root else {k: v.encode() for k, v in _FILES.items()}
         words = _words(self._spec, [at for at, *_ in scratch], self.has_root)
+        words.append(self._name)  # for people who list processes
         request = {
             "do": "start",
             "bwrap": _program(),

@@ -103,12 +103,17 @@ class Child:
             self.close()
 
 
-def join(request: dict[str, Any], fds: Sequence[int] = (), **files: int) -> Child:
-    """Starts the program `join` with a request; `fds` are those it names."""
+def join(
+    name: str, request: dict[str, Any], fds: Sequence[int] = (), **files: int
+) -> Child:
+    """Starts the program `join` with a request; `fds` are those it names.
+
+    The sandbox's name is there for people who list processes.
+    """
     request |= {"modules": str(_FOLDER)}
     asked = sealed(marshal.dumps((_code(), request)))
     try:
-        argv = [sys.executable, "-I", "-S", "-c", _ENTRY, str(asked)]
+        argv = [sys.executable, "-I", "-S", "-c", f"# {name}{_ENTRY}", str(asked)]
         return Child(argv, (*fds, asked), **files)
     finally:
         os.close(asked)

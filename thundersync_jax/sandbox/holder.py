@@ -65,7 +65,7 @@ class Holder:
         """Starts a process that joins it to do what is requested."""
         self.check()
         request |= {"sandbox": self._init}
-        child = join(request, (self._init, *fds), **files)
+        child = join(self._name, request, (self._init, *fds), **files)
         self._children.add(child)
         child.exited.add_done_callback(lambda _: self._children.discard(child))
         return child
@@ -93,7 +93,7 @@ class Holder:
         errors = os.memfd_create("errors")
         try:
             os.write(self._lifeline, b"\n")  # which it repeats once it is there
-            self._monitor = join(request, stdin=lifeline, stderr=errors)
+            self._monitor = join(self._name, request, stdin=lifeline, stderr=errors)
             pid = int(said(await self._monitor.line()))
         except SandboxError as error:
             words = os.pread(errors, 1000, 0).decode(errors="replace").split()
