@@ -63,12 +63,29 @@ QWEN2 = """\
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
 """
 
-# The same with a switch for thinking, and the thoughts of all but the last turn gone.
+# The same with a switch for thinking, and the thoughts before the last question gone;
+# those behind it are written in one way.
 QWEN3 = (
-    QWEN2.replace(
-        "{{ message.content }}{% end",
-        "{{ message.content if loop.last else "
-        "message.content.split('</think>')[-1].lstrip('\\n') }}{% end",
+    """\
+{%- set last = namespace(question=-1) %}
+{%- for message in messages %}
+    {%- if message.role == 'user' and not message.content[:15] == '<tool_response>' %}
+        {%- set last.question = loop.index0 %}
+    {%- endif %}
+{%- endfor %}
+"""
+    + QWEN2.replace(
+        "        {%- generation %}{{ message.content }}{% end",
+        """\
+        {%- set said = message.content %}
+        {%- if message.role == 'assistant' and '</think>' in said %}
+            {%- set thought = said.split('</think>')[0].split('<think>')[-1] %}
+            {%- set said = said.split('</think>')[-1].lstrip('\\n') %}
+            {%- if loop.index0 > last.question %}
+                {{- '<think>\\n' + thought.strip('\\n') + '\\n</think>\\n\\n' }}
+            {%- endif %}
+        {%- endif %}
+        {%- generation %}{{ said }}{% end""",
     )
     + """
 {%- if add_generation_prompt and enable_thinking is defined and not enable_thinking %}
@@ -222,6 +239,13 @@ def write(folder, family):
         )
     names["pad_token"] = names["eos_token"]
     return save(folder, tokenizer, template, names, ends)
+
+
+def open_thoughts(folder):
+    """Has the template of a written folder begin every turn with a thought."""
+    file = folder / "chat_template.jinja"
+    opened = "{% if add_generation_prompt %}{{ '<think>\n' }}{% endif %}"
+    file.write_text(file.read_text() + opened)
 
 
 def toy(folder, words, merges):

@@ -396,9 +396,7 @@ def test_a_thought_that_is_too_long_is_closed_and_the_turn_goes_on(
 ):
     folder = chat_folders.write(tmp_path, "qwen3")
     if template_opens:
-        file = folder / "chat_template.jinja"
-        opened = "{% if add_generation_prompt %}{{ '<think>\n' }}{% endif %}"
-        file.write_text(file.read_text() + opened)
+        chat_folders.open_thoughts(folder)
     chat = TemplateChat(folder, (CALCULATOR,))
     start = "I add..." if template_opens else "<think>\nI..."
     call = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "2+5"}}'

@@ -485,7 +485,7 @@ def test_what_takes_long_in_one_step_is_bounded_in_time(tmp_path, monkeypatch):
 def test_bounds_are_those_of_one_rendering(tmp_path, monkeypatch):
     """Some thousand conversations, and one with some thousand messages."""
     monkeypatch.setattr(tokenizer_files, "_MOST_STEPS", 10_000)
-    chat = TemplateChat(chat_folders.write(tmp_path, "qwen3"))
+    chat = TemplateChat(chat_folders.write(tmp_path, "qwen2"))
     for _ in range(2000):
         chat.prompt("1+2")
     long = [Message("user", "1"), Message("assistant", "2")] * 4000

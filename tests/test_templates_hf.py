@@ -9,6 +9,7 @@ from chat_folders import CALCULATOR
 from thundersync_jax.chat import byte_level
 from thundersync_jax.chat.templates import TemplateChat
 from thundersync_jax.envs.base import Action
+from thundersync_jax.types import Message
 
 transformers = pytest.importorskip(
     "transformers", reason="needs the extra test-hf: torch and transformers"
@@ -63,6 +64,49 @@ def test_turns_without_thoughts_are_those_of_a_conversation_rendered_again(
     assert (action.kind, action.text, action.name) == ("call", "12+7", "calculator")
     pieces = chat.prompt("12+7?"), action.ids, chat.observation("19")
     assert [token for piece in pieces for token in piece] == whole
+
+
+@pytest.mark.parametrize("form", ["sampled", "opened", "off"])
+def test_a_history_without_thoughts_is_that_of_a_conversation_rendered_again(
+    tmp_path, form
+):
+    """The thought is sampled as a whole, begun in the prompt, or empty there."""
+    folder = chat_folders.write(tmp_path, "qwen3")
+    if form == "opened":
+        chat_folders.open_thoughts(folder)
+    thinking = "off" if form == "off" else "default"
+    chat = TemplateChat(folder, (CALCULATOR,), thinking=thinking, drop_thoughts=True)
+    opened = {"sampled": "", "opened": "<think>\n", "off": "<think>\n\n</think>\n\n"}
+    thought = "" if form == "off" else "<think>\nI add.\n</think>\n\n"
+    call = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "1"}}'
+    texts = [f"{thought}{text}" for text in (f"{call}\n</tool_call>", " 1, é 🙂.\n")]
+    sampled = [
+        chat.action(Action("answer", text.removeprefix(opened[form]))) for text in texts
+    ]
+    answer, question = Message("tool", "1"), Message("user", "And 2?")
+    turns = [
+        (chat.prompt("1?"), sampled[0]),
+        (chat.observation([answer]), sampled[1]),
+    ]
+    assert form == "off" or chat.history([answer], turns[:1]) is None
+    history = chat.history([question], turns)
+    messages = [
+        {"role": "user", "content": "1?"},
+        {"role": "assistant", "content": texts[0]},
+        {"role": "tool", "content": "1"},
+        {"role": "assistant", "content": texts[1]},
+        {"role": "user", "content": "And 2?"},
+    ]
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    whole = theirs.apply_chat_template(
+        messages,
+        tools=[CALCULATOR],
+        add_generation_prompt=True,
+        return_dict=False,
+        **({"enable_thinking": False} if form == "off" else {}),
+    )
+    assert [*history, *chat.observation([question])] == whole
+    assert "I add" not in chat.decode(whole) and "é 🙂" in chat.decode(whole)
 
 
 def test_byte_level_vocabulary_is_served_id_for_id(tmp_path):

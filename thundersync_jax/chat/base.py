@@ -1,7 +1,8 @@
 """How text becomes token ids, and sampled ids become actions: the interface.
 
 A trajectory is appended to and never rendered again: the prompt as a whole once, then
-per turn the ids that were sampled and the ids of what follows them. The byte-level
+per turn the ids that were sampled and the ids of what follows them. Where the template
+takes thoughts out of earlier turns, `history` does (chat.drop_thoughts). The byte-level
 vocabulary is `byte_level.ByteLevel`, that of a model folder `templates.TemplateChat`.
 """
 
@@ -40,6 +41,20 @@ class Chat(Protocol):
           messages: The answer, one message or more; a text is that of a tool.
           ended: Whether the action ended in one of `stop_ids`. Otherwise the end token
             is supplied here where the format needs it: observed, so never trained.
+        """
+
+    def history(
+        self,
+        messages: Sequence[Message],
+        turns: Sequence[tuple[np.ndarray, np.ndarray]],
+    ) -> np.ndarray | None:
+        """Returns int32[N], earlier turns as they stand before messages that follow.
+
+        None where they stay as they were sampled.
+
+        Args:
+          messages: What follows the last of them.
+          turns: Ids that were shown before an action, and those of the action.
         """
 
     def action(self, action: Action) -> np.ndarray:

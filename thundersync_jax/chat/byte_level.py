@@ -192,6 +192,13 @@ class ByteLevel:
         """
         return render_observation(_lines(messages))
 
+    def history(
+        self,
+        messages: Sequence[Message],
+        turns: Sequence[tuple[np.ndarray, np.ndarray]],
+    ) -> None:
+        """None: it knows no thoughts."""
+
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> "ByteLevel":
         """Itself: its one tool has no name and no schema."""
         return self

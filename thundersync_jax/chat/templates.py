@@ -4,6 +4,7 @@ Only the first prompt is rendered as a whole, equal to what `transformers` rende
 What follows an action is found by rendering a conversation with a stand-in for it and
 taking the text behind: the tool's message and the next generation prompt. So nothing is
 done to earlier turns; a trajectory keeps the tokens that were sampled (docs/agents.md).
+Only thoughts may be taken out of a history, where the template does it (thoughts.py).
 A template without a role for tools gives their answers the role of the user. Marks such
 as <|im_end|> in a prompt or a tool's answer are text here, never the token, so neither
 can forge a role; that is the one difference from `transformers`.
@@ -25,6 +26,7 @@ import numpy as np
 from thundersync_jax.chat import schemas, tokenizer_files, tool_calls
 from thundersync_jax.chat.base import Chat
 from thundersync_jax.chat.byte_level import ByteLevel
+from thundersync_jax.chat.thoughts import Thoughts, Turns
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.types import Action, Message
 
@@ -34,6 +36,7 @@ _STAND_IN = "thestandinforanaction"  # neither trimmed nor escaped by any templa
 _ANSWER = "theanswerofatool"
 # What a conversation is rendered with anyway, or another setting says.
 _OWN_VARIABLES = {"messages", "tools", "add_generation_prompt", "enable_thinking"}
+_END_CHARACTERS = 1000  # of a message, by which a template may tell what it is
 _GUARD = "\ue000"  # private use: keeps a mark in foreign text from being one
 
 
@@ -45,6 +48,7 @@ def open_chat(
     thinking: Thinking = "default",
     arguments: Sequence[str] = (),
     day: datetime.datetime | None = None,
+    drop_thoughts: bool = False,
 ) -> Chat:
     """The chat of a model: its folder's template, or bytes.
 
@@ -58,6 +62,7 @@ def open_chat(
       arguments: Other variables of the template, as "name=value"; a value is JSON, or a
         text as it is.
       day: What the template takes for today; None for the day of this call.
+      drop_thoughts: Whether thoughts leave the history where the template drops them.
 
     Raises:
       ConfigError: The folder has no template where one is needed, or a template that
@@ -72,7 +77,9 @@ def open_chat(
             "template. Put a chat_template.jinja there or set chat.format to 'bytes'."
         )
     if format != "bytes" and template:
-        return TemplateChat(folder, tools, system, thinking, arguments, day)
+        return TemplateChat(
+            folder, tools, system, thinking, arguments, day, drop_thoughts
+        )
     bare = format == "auto" and folder is not None
     if bare and not tokenizer_files.speaks_bytes(Path(folder)):
         raise ConfigError(
@@ -80,7 +87,8 @@ def open_chat(
             "for byte-level tokens. Put a chat_template.jinja there, or set "
             "chat.format to 'bytes' to train it on bytes."
         )
-    unused = ("thinking", thinking, "default"), ("arguments", tuple(arguments), ())
+    unused = [("thinking", thinking, "default"), ("arguments", tuple(arguments), ())]
+    unused += [("drop_thoughts", drop_thoughts, False)]
     for name, value, default in unused:
         if value != default:
             reason = f", as {folder} has no chat template" if bare else ""
@@ -109,6 +117,7 @@ class TemplateChat:
         thinking: Thinking = "default",
         arguments: Sequence[str] = (),
         day: datetime.datetime | None = None,
+        drop_thoughts: bool = False,
     ):
         """Reads the folder and tries the template once; arguments as of `open_chat`.
 
@@ -119,6 +128,7 @@ class TemplateChat:
         self._tokenizer = tokenizer_files.load_tokenizer(self._folder)
         self._first = [{"role": "system", "content": system}] if system else []
         self._thinking, self._given, self._day = thinking, arguments, day
+        self._drop_thoughts = drop_thoughts
         added = self._tokenizer.get_added_tokens_decoder()
         self._marks = {t.content: i for i, t in added.items() if t.special}
         self._special_ids = np.array(sorted(self._marks.values()), np.int64)
@@ -165,6 +175,7 @@ class TemplateChat:
         self._role = self._tool_role()
         self._end = self._end_mark()
         self.stop_ids = self._stop_ids()
+        self._thoughts = self._dropped_thoughts() if self._drop_thoughts else None
         if self._tools and (self._style is None or not self._shows_tools()):
             raise self._refusal(
                 "shows no tools, and the task has some",
@@ -186,6 +197,12 @@ class TemplateChat:
             messages = [Message("tool", messages)]
         tail = self._after_action([self._message(message) for message in messages])
         return self._encode(tail.removeprefix(self._end) if ended else tail)
+
+    def history(self, messages: Sequence[Message], turns: Turns) -> np.ndarray | None:
+        if self._thoughts is None:
+            return None
+        said = [self._message(_ends(message)) for message in messages]
+        return self._thoughts.history(turns, said)
 
     def action(self, action: Action) -> np.ndarray:
         text = action.text
@@ -340,6 +357,19 @@ class TemplateChat:
                 )
         return tuple(dict.fromkeys([*ids, self._marks[self._end]]))
 
+    def _dropped_thoughts(self) -> Thoughts:
+        try:
+            return Thoughts(
+                lambda said: self._render([*self._user("?"), *said]),
+                self._encode,
+                lambda ids: self._foreign(self.decode(ids)),
+                self.stop_ids,
+            )
+        except ValueError as error:
+            raise self._refusal(
+                f"{error}, and chat.drop_thoughts is True", "Set it to False"
+            ) from None
+
     def _shows_tools(self) -> bool:
         messages = self._user("?")
         return self._render(messages) != self._render(messages, tools=None)
@@ -375,6 +405,14 @@ class TemplateChat:
 
     def _refusal(self, problem: str, way_out: str) -> ConfigError:
         return ConfigError(f"the chat template of {self._folder} {problem}. {way_out}.")
+
+
+def _ends(message: Message) -> Message:
+    """A message whose middle, of which no template says anything, may be left out."""
+    text = message.content
+    if len(text) > 2 * _END_CHARACTERS:
+        text = text[:_END_CHARACTERS] + text[-_END_CHARACTERS:]
+    return dataclasses.replace(message, content=text)
 
 
 def _ids(tokenizer: Any, text: str) -> list[int]:

@@ -106,6 +106,7 @@ class ChatConfig:
     format: ChatFormat = "auto"  # auto: the model folder's template if it has one
     system: str | None = None  # first message; none: the task set's, if it has one
     thinking: Thinking = "default"  # of templates that know the switch
+    drop_thoughts: bool = False  # out of earlier turns, where the template does it
     arguments: tuple[str, ...] = ()  # others of the template's, as name=value in JSON
 
     def __post_init__(self):

@@ -111,7 +111,14 @@ def check_tokens(
         f"at least the {_BYTE_LEVEL_IDS} ids of the byte-level tokenizer",
         "Set model.vocab_size to 264.",
     )
-    for name, idle in (("system", None), ("thinking", "default")):
+    require(
+        not chat.drop_thoughts or rollout.samples > 1,
+        f"chat.drop_thoughts is True with rollout.samples {rollout.samples}",
+        "more: a history without its thoughts is another sample",
+        f"Set rollout.samples to {max(2, rollout.turns)}, which is always enough.",
+    )
+    only = ("system", None), ("thinking", "default"), ("drop_thoughts", False)
+    for name, idle in only:
         value = getattr(chat, name)
         require(
             value == idle or not in_bytes,

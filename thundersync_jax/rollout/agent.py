@@ -94,6 +94,8 @@ class Agent:
         # Without the attempt: a retry samples the tokens that the first try would have.
         self._seed = (self.seed, PHASES[key.phase], key.step, key.group, key.member)
         self._scorer: TurnScorer | None = None
+        # Of the sample that grows: what was shown, and then sampled.
+        self._turns: list[tuple[np.ndarray, np.ndarray]] = []
         self._segments = 0  # sent to the teacher so far: of a turn one, or two
         self._deadline_secs = 0.0  # on the event loop's clock
         limit_secs = self.limits.trajectory_timeout_secs
@@ -253,17 +255,25 @@ class Agent:
     async def _appended(
         self, action: Action, observation: Observation
     ) -> np.ndarray | None:
-        """Ids of what follows an action, recorded; None where they do not fit."""
-        limits, room = self.limits, self._left_tokens()
+        """What the engine has to see of what follows; None where it does not fit."""
+        limits, said, doing = self.limits, observation.messages, self.moves.doing
+        history = await observations.rendered(
+            self.chat.history, said, doing, self._turns
+        )
+        used = self.recorder.length if history is None else len(history)
+        room = limits.context_tokens - used
         ended = action.ids[-1] in self.chat.stop_ids
         cut = limits.long_observations == "cut"
         most = (room - limits.turn_tokens) * cut
-        ids = await observations.fitting(
-            self.chat, observation.messages, ended, room, most, self.moves.doing
-        )
-        if ids is not None:
-            self.recorder.observation(ids)
-        return ids
+        ids = await observations.fitting(self.chat, said, ended, room, most, doing)
+        if history is None or ids is None:
+            if ids is not None:
+                self.recorder.observation(ids)
+            return ids
+        try:
+            return self._continued(np.concatenate([history, ids]))
+        except ValueError:  # it would be one sample too many
+            return None
 
     async def _rewritten(self, observation: Observation) -> np.ndarray | None:
         """What the engine has to see of another history; None where it does not fit."""
@@ -273,17 +283,23 @@ class Agent:
         )
         if ids is None or len(ids) >= room:
             return None
-        before = self.recorder.sample
         try:
-            known = self.recorder.context(ids)
+            return self._continued(ids)
         except ValueError as error:
             reason = f"{doing} rewrote the history: {one_line(error)}"
             raise Stopped(StopReason.ENVIRONMENT_ERROR, reason) from error
+
+    def _continued(self, context: np.ndarray) -> np.ndarray:
+        """What the engine has to see of a whole context, of another sample all of it.
+
+        ValueError where it would be one sample too many.
+        """
+        before, known = self.recorder.sample, self.recorder.context(context)
         if self.recorder.sample == before:
-            return ids[known:]
+            return context[known:]
         self.sampler.release(self.session)
-        self.session = (self.key, next(_SESSIONS))
-        return ids
+        self.session, self._turns = (self.key, next(_SESSIONS)), []
+        return context
 
     async def _act_once(
         self, turn: int, new_ids: np.ndarray, room: int
@@ -354,6 +370,7 @@ class Agent:
                 last, ids=whole, logprobs=np.concatenate(logprobs)
             )
             parts = [(new_ids, joined)]
+        self._turns.append((new_ids, whole))
         for number, (new, part) in enumerate(parts):
             if number:
                 self.recorder.observation(new)

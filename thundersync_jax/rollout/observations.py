@@ -75,14 +75,24 @@ async def ids(
 ) -> np.ndarray | None:
     """Ids of `render(said, *given)`; None of what cannot have room.
 
-    That is not tokenised at all, and a long text is beside the event loop.
+    That is not tokenised at all.
     """
     texts = [said] if isinstance(said, str) else [message.content for message in said]
-    characters = sum(map(len, texts))
-    if characters > room * chat.longest_token:
+    if sum(map(len, texts)) > room * chat.longest_token:
         return None
+    return await rendered(render, said, command, *given)
+
+
+async def rendered(
+    render: Callable[..., Any],
+    said: str | Sequence[Message],
+    command: str,
+    *given: Any,
+) -> Any:
+    """What `render(said, *given)` returns, a long text beside the event loop."""
+    texts = [said] if isinstance(said, str) else [message.content for message in said]
     try:
-        if characters > _LONG_TEXT:
+        if sum(map(len, texts)) > _LONG_TEXT:
             return await asyncio.to_thread(render, said, *given)
         return render(said, *given)
     except Exception as error:  # of the chat, whatever the text does to it

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from thundersync_jax.chat import templates
+from thundersync_jax.chat import templates, tool_calls
 from thundersync_jax.chat.base import Chat
 from thundersync_jax.config import MOST_STOP_IDS, Config
 from thundersync_jax.config import workdir as workdirs
@@ -20,7 +20,7 @@ from thundersync_jax.errors import ConfigError
 from thundersync_jax.hf import files
 from thundersync_jax.rollout.events import Job
 from thundersync_jax.run.task_tokens import SPLITS, Chosen, Counts
-from thundersync_jax.types import TrajectoryKey
+from thundersync_jax.types import Action, Message, TrajectoryKey
 
 
 def make_jobs(phase: str, step: int, tasks: Sequence[Any], members: int) -> list[Job]:
@@ -86,8 +86,10 @@ def prepared(
         settings.thinking,
         settings.arguments,
         day,
+        settings.drop_thoughts,
     )
     _check_ids(chat, config)
+    _check_prompt(chat, config)
     if folder is not None:
         _check_context(config.model, config.rollout.context_tokens)
     if config.warm_start.steps and tasks.demonstrate is None:
@@ -123,6 +125,21 @@ def _check_ids(chat: Chat, config: Config) -> None:
         raise ConfigError(
             f"{config.model.path} has the end tokens {chat.stop_ids}, expected at most "
             f"{MOST_STOP_IDS}. Name those that count in rollout.stop_ids."
+        )
+
+
+def _check_prompt(chat: Chat, config: Config) -> None:
+    """A prompt that a group shares begins the histories without thoughts, too."""
+    if config.share_prompt != "group":
+        return
+    prompt = chat.prompt("?")
+    turn = prompt, chat.action(Action("answer", tool_calls.THOUGHT))
+    history = chat.history([Message("user", "?")], [turn])
+    if history is not None and history[: len(prompt)].tolist() != prompt.tolist():
+        raise ConfigError(
+            "share_prompt is 'group' with chat.drop_thoughts True and a chat template "
+            "that begins a thought in the prompt, where no later history has it; "
+            "expected one prompt of all samples. Set share_prompt to 'no'."
         )
 
 
