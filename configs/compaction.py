@@ -73,5 +73,5 @@ def get_config(variant: str | None = None) -> settings.Config:
     )
     if variant not in (None, "smoke"):
         raise ValueError(f"variant is {variant!r}, expected 'smoke' or none.")
-    few = settings.WarmStartConfig(steps=2)
+    few = settings.WarmStartConfig(steps=60)
     return dataclasses.replace(config, steps=2, warm_start=few) if variant else config
