@@ -109,13 +109,15 @@ def test_a_run_trains_what_follows_histories_without_thoughts(
     config = flags.load_config(f"{CONFIGS / 'simulated_user.py'}:smoke")
     train.train(replace(config, changes | {"rollout.samples": 2}), tmp_path)
     _, records = read_step(tmp_path, 2)
-    thought = TemplateChat(folders["qwen3"]).vocabulary()["<think>"]
+    vocabulary = TemplateChat(folders["qwen3"]).vocabulary()
+    thought, closed = vocabulary["<think>"], vocabulary["</think>"]
     for one in (record.trajectory for record in records):
         assert one.turns == len(one.samples) == 2
         (_, end), (start, _) = one.samples
         place = one.ids.tolist().index(thought)
         action = one.ids[:end][one.loss_mask[:end]]
-        expected = np.concatenate([one.ids[:place], action])
+        behind = 1 + max(np.flatnonzero(action == closed), default=-1)
+        expected = np.concatenate([one.ids[:place], action[behind:]])
         history = one.ids[start : start + len(expected)]
         np.testing.assert_array_equal(history, expected)
     for row in read(tmp_path)[1:]:
