@@ -24,7 +24,7 @@ from rollout_fakes import (
 )
 from test_agent import play
 
-from thundersync_jax import show, train, verify
+from thundersync_jax import evaluate, show, train, verify
 from thundersync_jax.chat import byte_level
 from thundersync_jax.config import Config, LossConfig, RolloutConfig
 from thundersync_jax.config.settings import replace
@@ -462,14 +462,18 @@ def test_a_run_trains_each_token_in_the_context_it_was_sampled_in(
             "rollout.groups_per_step": 4,
         },
     )
-    train.train(config, tmp_path)
+    train.train(replace(config, {"steps": 2}), tmp_path)
+    train.train(config, tmp_path)  # which goes on with the first two steps
     rows = read(tmp_path)[1:]
+    assert [row["step"] for row in rows] == [1, 2, 3]
     for row in rows:
         assert 2 < row["samples_mean"] <= 3 and row["gradient_norm"] > 0
         assert row["mismatch_max"] < 1e-3
         assert row["tokens"] == row["action_tokens_mean"] * row["kept_members"]
     _, found = records.read_step(tmp_path)
     assert {len(record.trajectory.starts) for record in found} >= {3}
+    graded = evaluate.evaluate(config, tmp_path, questions=4, samples=2)
+    assert graded["step"] == 3 and 3 < graded["turns_mean"] <= 5
     exact = replace(config, {"accumulator": "exact"})
     result = verify.verify(exact, steps=1, orders=1)
     assert result["identical"] and result["max_relative_difference"] < 1e-5
