@@ -12,8 +12,9 @@ from jax._src import compiler
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.devices()  # all eight now: a run under test may ask for fewer
-# Programs of one test are no other's, but where a test asks for it.
-jax.config.update("jax_enable_compilation_cache", False)
+# Programs of a few milliseconds are kept as well.
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 # Shapes that broadcast by accident are errors.
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -35,9 +36,13 @@ MAPPINGS = pathlib.Path("/proc/self/maps")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def programs_of_processes(tmp_path_factory):
-    """Commands under test keep their programs, but not in the user's folder."""
-    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.getbasetemp() / "cache")
+def kept_programs(tmp_path_factory):
+    """Tests find each other's programs, and so do commands, of this session alone."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
+    jax.config.update("jax_compilation_cache_dir", str(folder / "programs"))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -5,13 +5,10 @@ ends its turns and is right now and then, so that most groups have unequal rewar
 """
 
 import collections
-import contextlib
 import dataclasses
 import itertools
 import random
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 
 from thundersync_jax import config as settings
 from thundersync_jax.config.settings import replace
@@ -161,31 +158,6 @@ def scripted(rewards, words=None):
         return dataclasses.replace(found, train=words or found.train)
 
     return make
-
-
-@contextlib.contextmanager
-def kept_programs(folder: Path) -> Iterator[None]:
-    """Compiled programs of several runs in one process are shared through a folder."""
-    import jax
-    from jax.experimental.compilation_cache import compilation_cache
-
-    jax.devices()  # all of them, before a run asks for fewer
-    names = {
-        "jax_enable_compilation_cache": True,
-        "jax_compilation_cache_dir": str(folder),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: getattr(jax.config, name) for name in names}
-    for name, value in names.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            jax.config.update(name, value)
-        compilation_cache.reset_cache()
 
 
 def threads() -> set[threading.Thread]:

@@ -162,10 +162,7 @@ def slope(rows: Sequence[Growth], name: str) -> float:
 def main() -> None:
     if sys.argv[1:2] == ["--here"]:
         width, accumulator = int(sys.argv[2]), sys.argv[3]
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            echo_task.kept_programs(Path(folder)),
-        ):
+        with tempfile.TemporaryDirectory() as folder:
             # What the first run of all loads stays.
             numbers = (1, *OPEN_GROUPS)
             rows = [growth(n, folder, width, accumulator) for n in numbers]

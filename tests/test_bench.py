@@ -62,12 +62,6 @@ OVERALL = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def programs(tmp_path_factory):
-    with echo_task.kept_programs(tmp_path_factory.getbasetemp() / "programs"):
-        yield
-
-
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
     """Two steps of a tiny model under every rule."""

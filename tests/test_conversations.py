@@ -36,6 +36,7 @@ SMALL = {
     "rollout.slots": 8,
     "rollout.cut_actions": "run",
     "evaluation.every_steps": 0,
+    "warm_start.batch_size": 4,
     "model.layers": 1,
 }
 # Of a template around the same words.

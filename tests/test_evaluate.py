@@ -17,12 +17,6 @@ from thundersync_jax.run.step import Evaluation
 pytestmark = pytest.mark.usefixtures("quick_programs")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def programs(tmp_path_factory):
-    with echo_task.kept_programs(tmp_path_factory.getbasetemp() / "programs"):
-        yield
-
-
 @pytest.fixture(scope="module")
 def untouched(tmp_path_factory):
     """A run whose learning rate is 0."""

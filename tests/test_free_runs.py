@@ -41,12 +41,6 @@ CONFIG = replace(
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def programs(tmp_path_factory):
-    with echo_task.kept_programs(tmp_path_factory.getbasetemp() / "programs"):
-        yield
-
-
 def test_all_variants_end_with_the_same_bits(tmp_path, capsys):
     result = verify(CONFIG, tmp_path, steps=2, orders=2)
     assert result["passed"] and result["identical"], result

@@ -40,12 +40,6 @@ CONFIG = echo_task.replace(
 FLOAT32 = 2e-4  # of a step's gradient, relative to its largest entry
 
 
-@pytest.fixture(scope="module", autouse=True)
-def programs(tmp_path_factory):
-    with echo_task.kept_programs(tmp_path_factory.getbasetemp() / "programs"):
-        yield
-
-
 def trained(workdir, **settings):
     config = echo_task.replace(CONFIG, settings)
     train.train(config, workdir, environment=echo_task.scripted(VERDICTS))

@@ -32,12 +32,6 @@ FOLDS = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def programs(tmp_path_factory):
-    with echo_task.kept_programs(tmp_path_factory.getbasetemp() / "programs"):
-        yield
-
-
 def held():
     """Bytes on each device; arrays that share memory count once."""
     pieces = {}

@@ -30,12 +30,6 @@ CONFIG = replace(echo_task.SCRIPTED, {"steps": STEPS, "release": "trajectory"} |
 ENVIRONMENT = echo_task.scripted([1.0, 0.0, 0.25, 1.0])
 
 
-@pytest.fixture(scope="module", autouse=True)
-def programs(tmp_path_factory):
-    with echo_task.kept_programs(tmp_path_factory.getbasetemp() / "programs"):
-        yield
-
-
 @pytest.fixture
 def first_update(monkeypatch):
     """Parameters and gradient of the first update that a run makes."""

@@ -52,8 +52,7 @@ def breaking(env, seed):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    with echo_task.kept_programs(tmp_path_factory.getbasetemp() / "programs"):
-        yield tmp_path_factory.mktemp("runs")
+    return tmp_path_factory.mktemp("runs")
 
 
 @pytest.fixture(scope="module")

@@ -23,12 +23,6 @@ from thundersync_jax.types import TrajectoryKey
 pytestmark = pytest.mark.usefixtures("quick_programs")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def programs(tmp_path_factory):
-    with echo_task.kept_programs(tmp_path_factory.getbasetemp() / "programs"):
-        yield
-
-
 def changed(**fields):
     """A factory whose task set differs from echo_task's."""
     return lambda env, seed: dataclasses.replace(echo_task.tasks(), **fields)

@@ -131,12 +131,6 @@ def test_totals_are_over_the_steps_that_have_predictions():
     assert saved(rows[:2], "trajectory") is None
 
 
-@pytest.fixture(scope="module", autouse=True)
-def programs(tmp_path_factory):
-    with echo_task.kept_programs(tmp_path_factory.getbasetemp() / "programs"):
-        yield
-
-
 @pytest.mark.parametrize("closing", [False, True])
 def test_a_run_ends_with_what_its_own_steps_saved(
     closing, tmp_path, capsys, monkeypatch

@@ -34,12 +34,6 @@ NORM_TOLERANCE = 1e-4  # relative, of float32 gradients added up in another orde
 TEMPERATURE = echo_task.small().rollout.temperature
 
 
-@pytest.fixture(scope="module", autouse=True)
-def programs(tmp_path_factory):
-    with echo_task.kept_programs(tmp_path_factory.getbasetemp() / "programs"):
-        yield
-
-
 def rollouts_of(workdir, step):
     return read_rollouts(rollouts_path(workdir, step))
 

@@ -20,12 +20,6 @@ VERDICTS = [1.0, 0.0, 0.0, 1.0]
 ROUNDING = 1e-5  # float32 gradients of one program against another
 
 
-@pytest.fixture(scope="module", autouse=True)
-def programs(tmp_path_factory):
-    with echo_task.kept_programs(tmp_path_factory.getbasetemp() / "programs"):
-        yield
-
-
 def trained(workdir, environment=None, warm_start_steps=0, **settings):
     """(result, rows of the steps) of a short run."""
     config = echo_task.replace(

@@ -18,12 +18,6 @@ from thundersync_jax.verify import verify
 CONFIG = echo_task.small(**{"loss.advantage": "mean_only", "rollout.group_size": 6})
 
 
-@pytest.fixture(scope="module", autouse=True)
-def programs(tmp_path_factory):
-    with echo_task.kept_programs(tmp_path_factory.getbasetemp() / "programs"):
-        yield
-
-
 @pytest.fixture(scope="module")
 def workdir(tmp_path_factory):
     """Holds the warm start, made by the first verify."""
