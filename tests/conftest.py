@@ -4,6 +4,7 @@ import gc
 import os
 import pathlib
 
+import hypothesis
 import jax
 import pytest
 from jax._src import compiler
@@ -17,6 +18,10 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 # Shapes that broadcast by accident are errors.
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# How long an example takes says nothing on a busy machine.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # for the processes
 os.environ["MPLBACKEND"] = "agg"

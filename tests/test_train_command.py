@@ -61,14 +61,9 @@ def get_config(variant=None):
 
 
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory):
-    programs = tmp_path_factory.getbasetemp() / "programs"
-    return os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
-        "JAX_COMPILATION_CACHE_DIR": str(programs),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    }
+def environment():
+    folders = [str(ROOT), str(ROOT / "tests")]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(folders)}
 
 
 def command(config, workdir):

@@ -14,9 +14,7 @@ import copy
 import dataclasses
 import datetime
 import functools
-import itertools
 import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +25,7 @@ from thundersync_jax.chat import schemas, tokenizer_files, tool_calls
 from thundersync_jax.chat.base import Chat
 from thundersync_jax.chat.byte_level import ByteLevel
 from thundersync_jax.chat.thoughts import Thoughts, Turns
+from thundersync_jax.chat.tokens import Tokens
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.types import Action, Message
 
@@ -37,7 +36,6 @@ _ANSWER = "theanswerofatool"
 # What a conversation is rendered with anyway, or another setting says.
 _OWN_VARIABLES = {"messages", "tools", "add_generation_prompt", "enable_thinking"}
 _END_CHARACTERS = 1000  # of a message, by which a template may tell what it is
-_GUARD = "\ue000"  # private use: keeps a mark in foreign text from being one
 
 
 def open_chat(
@@ -125,16 +123,12 @@ class TemplateChat:
           ConfigError: Something is missing, or the template cannot hold a conversation.
         """
         self._folder = Path(folder)
-        self._tokenizer = tokenizer_files.load_tokenizer(self._folder)
+        self._tokens = Tokens(self._folder)
         self._first = [{"role": "system", "content": system}] if system else []
         self._thinking, self._given, self._day = thinking, arguments, day
         self._drop_thoughts = drop_thoughts
-        added = self._tokenizer.get_added_tokens_decoder()
-        self._marks = {t.content: i for i, t in added.items() if t.special}
-        self._special_ids = np.array(sorted(self._marks.values()), np.int64)
-        vocabulary = self.vocabulary()
-        self.vocab_size = 1 + max(vocabulary.values())
-        self.longest_token = max(map(len, vocabulary))
+        self.vocab_size = self._tokens.vocab_size
+        self.longest_token = max(map(len, self.vocabulary()))
         self._of_tools: dict[str, TemplateChat] = {}
         self._take(tools)
 
@@ -188,7 +182,7 @@ class TemplateChat:
             messages = [Message("user", messages)]
         shown = [self._message(message) for message in messages]
         first = [] if shown and shown[0]["role"] == "system" else self._first
-        return self._encode(self._render([*first, *shown]))
+        return self._tokens.encode(self._render([*first, *shown]))
 
     def observation(
         self, messages: str | Sequence[Message], ended: bool = True
@@ -196,7 +190,7 @@ class TemplateChat:
         if isinstance(messages, str):
             messages = [Message("tool", messages)]
         tail = self._after_action([self._message(message) for message in messages])
-        return self._encode(tail.removeprefix(self._end) if ended else tail)
+        return self._tokens.encode(tail.removeprefix(self._end) if ended else tail)
 
     def history(self, messages: Sequence[Message], turns: Turns) -> np.ndarray | None:
         if self._thoughts is None:
@@ -214,7 +208,7 @@ class TemplateChat:
                 f"{len(self._tools)} tools; expected 'answer', or 'call' with tools. "
                 "Keep the sampled ids of malformed actions."
             )
-        return self._encode(self._foreign(text) + self._end)
+        return self._tokens.encode(self._tokens.foreign(text) + self._end)
 
     def parse(
         self, ids: np.ndarray, stop_ids: Sequence[int], whole: bool = False
@@ -227,7 +221,7 @@ class TemplateChat:
         ids = np.asarray(ids, np.int32)
         sampled, ended = tuple(ids.tolist()), len(ids) > 0 and ids[-1] in stop_ids
         body = ids[:-1] if ended else ids
-        tag = self._marks.get(tool_calls.PYTHON_TAG)
+        tag = self._tokens.marks.get(tool_calls.PYTHON_TAG)
         opened = self._style == "json" and len(body) > 0 and body[0] == tag
         inside = body[1:] if opened else body
         if not (ended or whole) or np.any(self.special(inside)):
@@ -242,33 +236,16 @@ class TemplateChat:
         if not tool_calls.thinks(text, self._thinks):
             return np.zeros(0, np.int32)
         line = "" if text.endswith("\n") else "\n"
-        return self._encode(f"{line}{tool_calls.THOUGHT}\n\n")
+        return self._tokens.encode(f"{line}{tool_calls.THOUGHT}\n\n")
 
     def decode(self, ids: np.ndarray) -> str:
-        """Text with all marks, unknown ids by number; ValueError of a negative one."""
-        ids = np.asarray(ids, np.int64).tolist()
-        bad = next((token for token in ids if token < 0), None)
-        if bad is not None:
-            raise ValueError(
-                f"token {bad} is no id; expected 0 or more. Check what produced it."
-            )
-        parts = []
-        for known, run in itertools.groupby(ids, self._known):
-            if known:
-                parts.append(self._tokenizer.decode([*run], skip_special_tokens=False))
-            else:
-                parts += [f"<{token}>" for token in run]
-        return "".join(parts)
+        return self._tokens.decode(ids)
 
     def special(self, ids: np.ndarray) -> np.ndarray:
-        ids = np.asarray(ids)
-        return np.isin(ids, self._special_ids) | (ids >= self.vocab_size)
+        return self._tokens.special(ids)
 
     def vocabulary(self) -> dict[str, int]:
-        return self._tokenizer.get_vocab(with_added_tokens=True)
-
-    def _known(self, token: int) -> bool:
-        return bool(self._tokenizer.id_to_token(token))
+        return self._tokens.vocabulary()
 
     def _user(self, text: str) -> list[dict[str, str]]:
         return [*self._first, {"role": "user", "content": text}]
@@ -297,7 +274,7 @@ class TemplateChat:
 
     def _message(self, message: Message) -> dict[str, str]:
         role = self._role if message.role == "tool" else message.role
-        shown = {"role": role, "content": self._foreign(message.content)}
+        shown = {"role": role, "content": self._tokens.foreign(message.content)}
         return shown | ({"tool_call_id": message.call_id} if message.call_id else {})
 
     def _after_action(self, messages: Sequence[dict[str, str]]) -> str:
@@ -327,7 +304,7 @@ class TemplateChat:
     def _end_mark(self) -> str:
         """The special token that ends an assistant's turn."""
         tail = self._after_action([{"role": self._role, "content": _ANSWER}])
-        marks = [mark for mark in self._marks if tail.startswith(mark)]
+        marks = [mark for mark in self._tokens.marks if tail.startswith(mark)]
         if not marks:
             raise self._refusal(
                 f"ends an action with {tail[:20]!r}, expected a special token",
@@ -341,7 +318,7 @@ class TemplateChat:
         if end is None:
             tokens = tokenizer_files.special_tokens(self._folder)
             name = tokens.get("eos_token", self._end)
-            end = self._tokenizer.token_to_id(name)
+            end = self._tokens.token_to_id(name)
             if end is None:
                 raise ConfigError(
                     f"the end token {name!r} of {self._folder} has no id; expected a "
@@ -355,14 +332,14 @@ class TemplateChat:
                     f"to {self.vocab_size - 1}. Correct eos_token_id in "
                     "generation_config.json."
                 )
-        return tuple(dict.fromkeys([*ids, self._marks[self._end]]))
+        return tuple(dict.fromkeys([*ids, self._tokens.marks[self._end]]))
 
     def _dropped_thoughts(self) -> Thoughts:
         try:
             return Thoughts(
                 lambda said: self._render([*self._user("?"), *said]),
-                self._encode,
-                lambda ids: self._foreign(self.decode(ids)),
+                self._tokens.encode,
+                lambda ids: self._tokens.foreign(self.decode(ids)),
                 self.stop_ids,
             )
         except ValueError as error:
@@ -374,35 +351,6 @@ class TemplateChat:
         messages = self._user("?")
         return self._render(messages) != self._render(messages, tools=None)
 
-    def _foreign(self, text: str) -> str:
-        """Text of others: its marks made harmless, what UTF-8 cannot hold as "?"."""
-        text = text.encode("utf-8", errors="replace").decode().replace(_GUARD, "?")
-        return self._any_mark.sub(lambda m: m[0][0] + _GUARD + m[0][1:], text)
-
-    def _encode(self, text: str) -> np.ndarray:
-        """The ids of rendered text; the template has put its own first token there."""
-        if _GUARD not in text:
-            return np.asarray(_ids(self._tokenizer, text), np.int32)
-        ids = []
-        for part in re.split(f"({self._any_mark.pattern})", text):
-            if part in self._marks:
-                ids.append(self._marks[part])
-            else:
-                ids += _ids(self._plain, part.replace(_GUARD, ""))
-        return np.asarray(ids, np.int32)
-
-    @functools.cached_property
-    def _any_mark(self) -> re.Pattern:
-        longest = sorted(self._marks, key=len, reverse=True)
-        return re.compile("|".join(map(re.escape, longest)) or "(?!)")
-
-    @functools.cached_property
-    def _plain(self) -> Any:
-        """The tokenizer to which marks are text."""
-        plain = tokenizer_files.load_tokenizer(self._folder)
-        plain.encode_special_tokens = True
-        return plain
-
     def _refusal(self, problem: str, way_out: str) -> ConfigError:
         return ConfigError(f"the chat template of {self._folder} {problem}. {way_out}.")
 
@@ -413,8 +361,3 @@ def _ends(message: Message) -> Message:
     if len(text) > 2 * _END_CHARACTERS:
         text = text[:_END_CHARACTERS] + text[-_END_CHARACTERS:]
     return dataclasses.replace(message, content=text)
-
-
-def _ids(tokenizer: Any, text: str) -> list[int]:
-    """Ids of a text; Python's other threads go on meanwhile, as in no other call."""
-    return tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids

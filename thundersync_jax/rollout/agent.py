@@ -22,17 +22,12 @@ from thundersync_jax.chat.base import Chat, StopTexts, cut
 from thundersync_jax.chat.byte_level import ByteLevel
 from thundersync_jax.config import RolloutConfig
 from thundersync_jax.engines.base import Connection, Request, Response
-from thundersync_jax.envs.base import (
-    Action,
-    Context,
-    Deadlines,
-    Environment,
-    Observation,
-)
+from thundersync_jax.envs.base import Action, Context, Deadlines, Environment
 from thundersync_jax.errors import one_line
 from thundersync_jax.rollout import observations
 from thundersync_jax.rollout.commands import Commands, Stopped
 from thundersync_jax.rollout.events import Failed, Turn
+from thundersync_jax.rollout.history import History
 from thundersync_jax.rollout.moves import Keep, Moves
 from thundersync_jax.rollout.recorder import Recorder
 from thundersync_jax.rollout.teacher import Teacher, TurnScorer
@@ -94,8 +89,7 @@ class Agent:
         # Without the attempt: a retry samples the tokens that the first try would have.
         self._seed = (self.seed, PHASES[key.phase], key.step, key.group, key.member)
         self._scorer: TurnScorer | None = None
-        # Of the sample that grows: what was shown, and then sampled.
-        self._turns: list[tuple[np.ndarray, np.ndarray]] = []
+        self._history: History | None = None
         self._segments = 0  # sent to the teacher so far: of a turn one, or two
         self._deadline_secs = 0.0  # on the event loop's clock
         limit_secs = self.limits.trajectory_timeout_secs
@@ -181,8 +175,8 @@ class Agent:
         return self._deadline_secs - asyncio.get_running_loop().time()
 
     def _left_tokens(self) -> int:
-        used = 0 if self.recorder is None else self.recorder.length
-        return self.limits.context_tokens - used
+        history = self._history
+        return self.limits.context_tokens if history is None else history.left_tokens
 
     def _cut(self, text: str, most: int) -> str:
         return cut(text, most, lambda shown: len(self.chat.observation(shown)))
@@ -225,8 +219,8 @@ class Agent:
                 "leaves no room for an action",
             )
         room -= len(ids)
-        version, most = self.policy_version, limits.samples
-        self.recorder = Recorder(self.key, ids, version, most)
+        self.recorder = Recorder(self.key, ids, self.policy_version, limits.samples)
+        self._history = History(self.chat, limits, self.recorder)
         if self.teacher is not None:
             self._scorer = TurnScorer(
                 self.teacher, self.session, self.recorder, self._on_scored, self._hurry
@@ -243,63 +237,15 @@ class Agent:
                 return StopReason.FINISHED
             if turn + 1 == limits.turns:
                 return StopReason.TURN_LIMIT
-            if observation.rewrite:
-                ids = await self._rewritten(observation)
-            else:
-                ids = await self._appended(action, observation)
+            sample = self.recorder.sample
+            ids = await self._history.follow(observation, self.moves.doing)
             if ids is None:
                 return StopReason.CONTEXT_OVERFLOW
-            room = self._left_tokens()
+            if self.recorder.sample != sample:  # the engine begins anew as well
+                self.sampler.release(self.session)
+                self.session = (self.key, next(_SESSIONS))
+            room = self._history.left_tokens
         raise AssertionError("rollout.turns is at least 1")
-
-    async def _appended(
-        self, action: Action, observation: Observation
-    ) -> np.ndarray | None:
-        """What the engine has to see of what follows; None where it does not fit."""
-        limits, said, doing = self.limits, observation.messages, self.moves.doing
-        history = await observations.rendered(
-            self.chat.history, said, doing, self._turns
-        )
-        used = self.recorder.length if history is None else len(history)
-        room = limits.context_tokens - used
-        ended = action.ids[-1] in self.chat.stop_ids
-        cut = limits.long_observations == "cut"
-        most = (room - limits.turn_tokens) * cut
-        ids = await observations.fitting(self.chat, said, ended, room, most, doing)
-        if history is None or ids is None:
-            if ids is not None:
-                self.recorder.observation(ids)
-            return ids
-        try:
-            return self._continued(np.concatenate([history, ids]))
-        except ValueError:  # it would be one sample too many
-            return None
-
-    async def _rewritten(self, observation: Observation) -> np.ndarray | None:
-        """What the engine has to see of another history; None where it does not fit."""
-        room, doing = self.limits.context_tokens, self.moves.doing
-        ids = await observations.ids(
-            self.chat, self.chat.prompt, observation.messages, room, doing
-        )
-        if ids is None or len(ids) >= room:
-            return None
-        try:
-            return self._continued(ids)
-        except ValueError as error:
-            reason = f"{doing} rewrote the history: {one_line(error)}"
-            raise Stopped(StopReason.ENVIRONMENT_ERROR, reason) from error
-
-    def _continued(self, context: np.ndarray) -> np.ndarray:
-        """What the engine has to see of a whole context, of another sample all of it.
-
-        ValueError where it would be one sample too many.
-        """
-        before, known = self.recorder.sample, self.recorder.context(context)
-        if self.recorder.sample == before:
-            return context[known:]
-        self.sampler.release(self.session)
-        self.session, self._turns = (self.key, next(_SESSIONS)), []
-        return context
 
     async def _act_once(
         self, turn: int, new_ids: np.ndarray, room: int
@@ -370,7 +316,7 @@ class Agent:
                 last, ids=whole, logprobs=np.concatenate(logprobs)
             )
             parts = [(new_ids, joined)]
-        self._turns.append((new_ids, whole))
+        self._history.acted(new_ids, whole)
         for number, (new, part) in enumerate(parts):
             if number:
                 self.recorder.observation(new)
