@@ -156,10 +156,9 @@ def test_own_task_trains_from_outside_the_package(tmp_path, environment):
 
 
 SMALLER = {"bench_gpu": ":smoke", "bench_opd": ":teacher"}  # what a CPU can hold
-ELSEWHERE = [  # above, in test_qwen3_config.py and in test_conversations.py
-    *("own_task", "qwen3_0_6b", "guess", "simulated_user", "three_tools"),
-    "compaction",
-]
+# Above, or in test_qwen3_config.py, test_conversations.py and test_terminal.py.
+ELSEWHERE = ["own_task", "qwen3_0_6b", "terminal_cpu"]
+ELSEWHERE += ["guess", "simulated_user", "three_tools", "compaction"]
 OTHERS = [p for p in sorted(ROOT.glob("configs/*.py")) if p.stem not in ELSEWHERE]
 
 

@@ -25,7 +25,7 @@ from thundersync_jax.chat import schemas, tokenizer_files, tool_calls
 from thundersync_jax.chat.base import Chat
 from thundersync_jax.chat.byte_level import ByteLevel
 from thundersync_jax.chat.thoughts import Thoughts, Turns
-from thundersync_jax.chat.tokens import Tokens
+from thundersync_jax.chat.tokenizer import Tokenizer
 from thundersync_jax.errors import ConfigError
 from thundersync_jax.types import Action, Message
 
@@ -123,7 +123,7 @@ class TemplateChat:
           ConfigError: Something is missing, or the template cannot hold a conversation.
         """
         self._folder = Path(folder)
-        self._tokens = Tokens(self._folder)
+        self._tokens = Tokenizer(self._folder)
         self._first = [{"role": "system", "content": system}] if system else []
         self._thinking, self._given, self._day = thinking, arguments, day
         self._drop_thoughts = drop_thoughts

@@ -57,6 +57,7 @@ class Spec:
       environment: For containers: a folder with a Dockerfile, from which the image is
         built once.
       workdir: Where commands start: an absolute path, empty at first, the agent's.
+      folders: Other absolute paths like it.
       env: Variables of every command, beside PATH, HOME, USER and LANG.
       limits: What it may use.
       network: Whether it has the network of the host, with all that listens there.
@@ -67,18 +68,19 @@ class Spec:
     image: str | None = None
     environment: Path | None = None
     workdir: str = "/work"
+    folders: tuple[str, ...] = ()
     env: Mapping[str, str] = dataclasses.field(default_factory=dict)
     limits: Limits = Limits()
     network: bool = False
     user: str | None = None
 
     def __post_init__(self):
-        path = self.workdir
-        if posixpath.normpath(path) != path or not re.match("/[^/]", path):
-            raise ConfigError(
-                f"the work directory of a sandbox is {path!r}, expected an absolute "
-                "path without '..' below '/'."
-            )
+        for path in (self.workdir, *self.folders):
+            if posixpath.normpath(path) != path or not re.match("/[^/]", path):
+                raise ConfigError(
+                    f"a folder of a sandbox is {path!r}, expected an absolute path "
+                    "without '..' below '/'."
+                )
 
 
 @dataclasses.dataclass(frozen=True)

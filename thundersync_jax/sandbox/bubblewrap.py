@@ -165,6 +165,7 @@ class BubblewrapSandbox:
         scratch = [
             *((folder, agent, 0o1777) for folder in ("/tmp", "/var/tmp", "/dev/shm")),
             *((folder, agent, 0o755) for folder in (HOME, self._spec.workdir)),
+            *((folder, agent, 0o755) for folder in self._spec.folders),
             *([("/root", 0, 0o700)] if maps else []),
         ]
         files = {} if self._spec.root else {k: v.encode() for k, v in _FILES.items()}

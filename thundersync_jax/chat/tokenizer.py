@@ -13,7 +13,7 @@ from thundersync_jax.chat import tokenizer_files
 _GUARD = "\ue000"  # private use: keeps a mark in foreign text from being one
 
 
-class Tokens:
+class Tokenizer:
     """The vocabulary of a folder.
 
     Attributes:
