@@ -330,8 +330,9 @@ async def test_a_root_folder_is_the_whole_root(tmp_path_factory):
 
 def test_specs_and_names_that_cannot_be():
     for path in ("work", "/", "/a/../b", "//a", "/a/"):
-        with pytest.raises(ConfigError, match="work directory"):
-            Spec(workdir=path)
+        for spec in ({"workdir": path}, {"folders": ("/ok", path)}):
+            with pytest.raises(ConfigError, match="folder of a sandbox is"):
+                Spec(**spec)
     with pytest.raises(ConfigError, match="memory_mb is 0"):
         Limits(memory_mb=0)
     with pytest.raises(ConfigError, match="run id"):
