@@ -588,9 +588,15 @@ def test_deadlines_of_a_task_are_bounded_by_the_settings():
     own = {0: envs.Deadlines(start=0.1), 1: envs.Deadlines(agent=0.1)}
     own |= {2: envs.Deadlines(verify=0.1), 3: envs.Deadlines(command=1e9)}
     moves = [{"start": never}, {"step": never}, {"reward": never}, {"step": never}]
+    told = {}
+
+    def environment(context):
+        told[context.task] = context.deadlines
+        return FakeEnvironment(**moves[context.task])
+
     with RolloutPool(
         FakeEngine(),
-        lambda context: FakeEnvironment(**moves[context.task]),
+        environment,
         rollout_fakes.limits(command_timeout_secs=0.3, command_deadline="fail"),
         seed=3,
         deadlines_of=own.get,
@@ -600,3 +606,5 @@ def test_deadlines_of_a_task_are_bounded_by_the_settings():
     assert found[1].trajectory.stop_reason is StopReason.DEADLINE
     assert found[2].reason == "verify() was stopped at its deadline of 0.1 s"
     assert found[3].reason == "step() of turn 0 was stopped at its deadline of 0.3 s"
+    assert told[0].start == 0.1 and told[2].verify == 0.1
+    assert told[3].command == told[0].command == 0.3 and told[3].agent > 1

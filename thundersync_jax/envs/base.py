@@ -65,7 +65,7 @@ class Context:
     key: TrajectoryKey  # phase, step, group, member, attempt
     task: Any
     seed: tuple[int, ...]  # the same for every attempt of a member
-    deadlines: Deadlines
+    deadlines: Deadlines  # all four, within those of the config
     root: Path | None
     remaining_secs: Callable[[], float]  # until the agent's deadline
     remaining_tokens: Callable[[], int]  # of the context

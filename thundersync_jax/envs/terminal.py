@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-import math
 import os
 import re
 import tempfile
@@ -32,6 +31,7 @@ from thundersync_jax.sandbox.base import (
     Spec,
 )
 from thundersync_jax.sandbox.bubblewrap import Bubblewrap
+from thundersync_jax.types import LARGEST_REWARD
 
 TESTS, LOGS = "/tests", "/logs/verifier"  # of a verifier alone
 _REWARD = f"{LOGS}/reward.txt"
@@ -197,9 +197,8 @@ class Terminal:
             return Observation("error: no bash")
         if "\0" in command:
             return Observation("error: the command has a zero byte")
-        # It ends before its deadline does, which would leave it running.
-        limit = self._context.deadlines.command
-        secs = min(secs, 0.9 * limit) if limit else secs
+        # Before the deadline, which would end more than the command.
+        secs = min(secs, 0.9 * self._context.deadlines.command)
         most_bytes = 16 * self._options.output_tokens
         with self._timed("command_secs"):
             result = await self._sandbox.run(
@@ -243,7 +242,7 @@ class Terminal:
         await self._sandbox.copy_in(self._work.name, task.workdir)
         await _put(self._sandbox, task.tests, TESTS)
         result = await self._sandbox.run(
-            ["/bin/bash", f"{TESTS}/test.sh"], timeout_secs=0.8 * secs if secs else 60.0
+            ["/bin/bash", f"{TESTS}/test.sh"], timeout_secs=0.6 * secs
         )
         log = f"{text(result)}[{_ending(result)}]"
         try:
@@ -292,15 +291,11 @@ def text(result: Result) -> str:
 
     Nothing in it moves a cursor, and what is no UTF-8 is replaced.
     """
-    parts = [result.output]
+    output, head = result.output, result.head_bytes
     if result.cut_bytes:
-        head, tail = (
-            result.output[: result.head_bytes],
-            result.output[result.head_bytes :],
-        )
-        parts = [head, f"\n[{result.cut_bytes:,} bytes cut]\n".encode(), tail]
-    shown = b"".join(parts).decode(errors="replace").replace("\r\n", "\n")
-    shown = _CONTROLS.sub("", shown)
+        gone = f"\n[{result.cut_bytes:,} bytes cut]\n".encode()
+        output = output[:head] + gone + output[head:]
+    shown = _CONTROLS.sub("", output.decode(errors="replace").replace("\r\n", "\n"))
     return shown if not shown or shown.endswith("\n") else shown + "\n"
 
 
@@ -310,7 +305,7 @@ def _ending(result: Result) -> str:
 
 def _reward(content: bytes) -> float:
     reward = float(content.decode())
-    if not math.isfinite(reward):
+    if not abs(reward) <= LARGEST_REWARD:
         raise ValueError(f"{reward} is no reward")
     return reward
 

@@ -24,7 +24,7 @@ from thundersync_jax.config import RolloutConfig
 from thundersync_jax.engines.base import Connection, Request, Response
 from thundersync_jax.envs.base import Action, Context, Deadlines, Environment
 from thundersync_jax.errors import one_line
-from thundersync_jax.rollout import observations
+from thundersync_jax.rollout import moves, observations
 from thundersync_jax.rollout.commands import Commands, Stopped
 from thundersync_jax.rollout.events import Failed, Turn
 from thundersync_jax.rollout.history import History
@@ -92,14 +92,13 @@ class Agent:
         self._history: History | None = None
         self._segments = 0  # sent to the teacher so far: of a turn one, or two
         self._deadline_secs = 0.0  # on the event loop's clock
-        limit_secs = self.limits.trajectory_timeout_secs
-        own = self.deadlines or Deadlines()
-        self._limit_secs = min(limit_secs, own.agent or limit_secs)
+        deadlines = moves.deadlines(self.limits, self.deadlines)
+        self._limit_secs = deadlines.agent
         context = Context(
             key=key,
             task=self.task,
             seed=self._seed,
-            deadlines=own,
+            deadlines=deadlines,
             root=self.folder,
             remaining_secs=self._left_secs,
             remaining_tokens=self._left_tokens,

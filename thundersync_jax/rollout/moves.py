@@ -23,6 +23,20 @@ from thundersync_jax.types import Message, Span, StopReason, TrajectoryKey, Verd
 Keep = Callable[[TrajectoryKey, Mapping[str, bytes | Path]], None]
 
 
+def deadlines(limits: RolloutConfig, own: envs.Deadlines | None) -> envs.Deadlines:
+    """Those of the settings, or a task's own where they are shorter."""
+    most = {
+        "start": limits.start_timeout_secs or limits.command_timeout_secs,
+        "command": limits.command_timeout_secs,
+        "agent": limits.trajectory_timeout_secs,
+        "verify": limits.verify_timeout_secs,
+    }
+    shorter = {name: getattr(own, name, None) or secs for name, secs in most.items()}
+    return envs.Deadlines(
+        **{name: min(secs, shorter[name]) for name, secs in most.items()}
+    )
+
+
 @dataclasses.dataclass(eq=False)
 class Moves:
     """An environment from `start` to `close`.
@@ -44,13 +58,7 @@ class Moves:
     def __post_init__(self):
         self._environment: Environment | None = None
         self._given: float | None = None  # a reward in place of a verdict
-        own, most = self.context.deadlines, self.limits
-        start_secs = most.start_timeout_secs or most.command_timeout_secs
-        self._start_secs = min(start_secs, own.start or start_secs)
-        command_secs = most.command_timeout_secs
-        self._command_secs = min(command_secs, own.command or command_secs)
-        verify_secs = most.verify_timeout_secs
-        self._verify_secs = min(verify_secs, own.verify or verify_secs)
+        self._secs = self.context.deadlines
 
     async def start(self) -> Any:
         """Makes and starts the environment; returns the prompt."""
@@ -63,7 +71,9 @@ class Moves:
         task = self.context.task
         try:
             prompt = await self._command(
-                "start", self._start_secs, lambda: self._environment.start(task)
+                "start",
+                self._secs.start,
+                lambda: self._environment.start(task),
             )
         except Stopped as stopped:
             stopped.fault |= stopped.stop_reason is StopReason.TIMEOUT
@@ -134,7 +144,7 @@ class Moves:
             return verdict
 
         try:
-            verdict = await self._command("verify", self._verify_secs, verified)
+            verdict = await self._command("verify", self._secs.verify, verified)
         except PolicyFault as fault:
             self._blame(fault)
             if self._given is None:
@@ -162,13 +172,15 @@ class Moves:
         self.doing = f"step() of turn {turn}"
         try:
             observation = await self._command(
-                "tool", self._command_secs, lambda: self._environment.step(action)
+                "tool",
+                self._secs.command,
+                lambda: self._environment.step(action),
             )
         except Stopped as stopped:
             late = stopped.stop_reason is StopReason.TIMEOUT and not stopped.left_behind
             if self.limits.command_deadline == "fail" or not late:
                 raise
-            secs = self._command_secs
+            secs = self._secs.command
             return Observation(
                 f"error: it was stopped after {secs:g} s, the limit of a call"
             )
