@@ -113,7 +113,7 @@ async def test_folder_variables_and_user_of_a_command(make):
         await sandbox.run("mkdir -p sub")
         show = "pwd; echo $A $B; id -un; echo $HOME; umask"
         result = await sandbox.run(show, cwd="sub", env={"B": "run"})
-        assert result.output == b"/work/sub\nspec run\nagent\n/home/agent\n0022\n"
+        assert result.output == b"/workspace/sub\nspec run\nagent\n/home/agent\n0022\n"
         result = await sandbox.run("true", cwd="/no/such")
         assert result.status == 126 and b"/no/such" in result.output
         # Nothing of this process's own environment.
@@ -197,7 +197,9 @@ async def test_files(make):
     async with started(make) as sandbox:
         data = os.urandom(200_000)
         await sandbox.write("deep/in/file", data)
-        assert await sandbox.read("/work/deep/in/file", most_bytes=len(data)) == data
+        assert (
+            await sandbox.read("/workspace/deep/in/file", most_bytes=len(data)) == data
+        )
         assert (await sandbox.run("stat -c %U%a deep deep/in/file")).output == (
             b"agent755\nagent644\n"
         )

@@ -185,15 +185,15 @@ async def test_nothing_is_written_outside(make):
                 ": >> /proc/sysrq-trigger",
                 "! grep -q ' /proc/sys proc ro' /proc/mounts",
                 "rm /bin /lib64 /lib",
-                "ln -sf /work/x /bin",
+                "ln -sf /workspace/x /bin",
                 "mv /etc /etc2",
                 "rm -rf /usr/bin/env",
                 "chmod 777 / /etc /usr",
                 "mknod /tmp/disk b 8 0",
-                "mkdir -p /work/m && mount -t tmpfs none /work/m",
+                "mkdir -p /workspace/m && mount -t tmpfs none /workspace/m",
                 "mount -o remount,rw /",
                 "umount /usr || umount -l /etc || exit 1",
-                "chroot /work true",
+                "chroot /workspace true",
                 "nsenter -t 1 -m true",
                 "hostname attacked",
             ):
@@ -440,7 +440,7 @@ async def test_memory_is_bounded_for_all_processes_together(make):
 @asynchronous
 async def test_the_disk_is_bounded_for_all_folders_together(make):
     async with started(make) as sandbox:
-        folders = ("/work", "/tmp", "/var/tmp", "/dev/shm", "$HOME")
+        folders = ("/workspace", "/tmp", "/var/tmp", "/dev/shm", "$HOME")
         fill = "; ".join(
             f"head -c 10M /dev/zero > {folder}/fill{i}"
             for folder in folders
@@ -456,7 +456,7 @@ async def test_the_disk_is_bounded_for_all_folders_together(make):
         assert big.status == 128 + 25 or b"File too large" in big.output
         files = "i=0; while : > f$i; do i=$((i+1)); done 2>/dev/null; echo $i"
         assert int((await sandbox.run(f"rm big; {files}", **MUST)).output) < 10_000
-        assert (await sandbox.run("rm -rf /work/*")).status == 0
+        assert (await sandbox.run("rm -rf /workspace/*")).status == 0
         assert await usable(sandbox)
 
 
@@ -607,7 +607,7 @@ async def test_nothing_outlives_kill_all_or_stop(make):
 async def test_shadowed_tools_are_not_used(make, tmp_path):
     """Files are read and written by none of the sandbox's programs or modules."""
     plant = r"""
-for place in /work /home/agent /tmp; do
+for place in /workspace /home/agent /tmp; do
   for name in cat tar bash sh python3 python rm ls sleep; do
     printf '#!/bin/sh\necho attacked > /tmp/attacked\necho lies\n' > $place/$name
     chmod 755 $place/$name
@@ -617,9 +617,9 @@ for place in /work /home/agent /tmp; do
   done
 done
 mkdir -p ~/.local/lib/python3.11/site-packages ~/bin
-cp /work/*.py ~/.local/lib/python3.11/site-packages
+cp /workspace/*.py ~/.local/lib/python3.11/site-packages
 for name in .bashrc .profile .bash_profile .bash_login .bash_env; do
-  echo 'echo attacked > /tmp/attacked; export PATH=/work' > ~/$name
+  echo 'echo attacked > /tmp/attacked; export PATH=/workspace' > ~/$name
 done
 echo truth > result
 """

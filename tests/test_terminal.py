@@ -7,6 +7,7 @@ import pathlib
 import shutil
 
 import pytest
+import sandboxes
 
 from thundersync_jax import flags, train
 from thundersync_jax.config.settings import replace
@@ -15,6 +16,7 @@ from thundersync_jax.envs.base import Action, Context, Deadlines
 from thundersync_jax.envs.terminal import Sandboxes, SandboxOptions, TerminalTask
 from thundersync_jax.metrics.records import read_step
 from thundersync_jax.sandbox.base import Result, SandboxError
+from thundersync_jax.sandbox.bubblewrap import BubblewrapSandbox
 from thundersync_jax.types import TrajectoryKey
 
 pytestmark = pytest.mark.skipif(
@@ -26,7 +28,7 @@ TASK = TerminalTask(
     "one",
     "make it so",
     files={"a/b": b"\xff\x00", "c": b"see"},
-    tests={"test.sh": b"echo $(cat /work/right) >/logs/verifier/reward.txt"},
+    tests={"test.sh": b"echo $(cat /workspace/right) >/logs/verifier/reward.txt"},
 )
 
 
@@ -101,7 +103,7 @@ def test_directory_and_exported_variables_persist():
     )
     assert seen == [
         "[exit 1]",
-        "/work/a 1 2 .\n[exit 0]",
+        "/workspace/a 1 2 .\n[exit 0]",
         "[exit 7]",
         " ff 00\nsee\n[exit 0]",
     ]
@@ -143,19 +145,33 @@ def test_neither_tests_nor_verdict_are_where_the_agent_is():
         "ls -d /tests /logs 2>/dev/null | wc -l",
         "mkdir -p /logs/verifier && echo 1 >/logs/verifier/reward.txt; echo $?",
         "mkdir -p logs/verifier; echo 1 >logs/verifier/reward.txt",
-        "(while :; do echo 1 >right; done) & sleep 0.1; rm right",
-        "echo 'trap \"echo 1 >/logs/verifier/reward.txt\" EXIT' >~/.bashrc",
+        "echo 'echo 1 >/logs/verifier/reward.txt' >~/.bashrc",
+        "echo 0.25 >right",
     )
     assert seen[0] == "0\n[exit 0]"
     assert seen[1].splitlines()[-2:] == ["1", "[exit 0]"]
-    assert verdict.reward in (0.0, 1.0)  # by `right` alone, if it was there just then
+    assert verdict.reward == 0.25
 
 
-def test_nothing_of_the_agent_runs_while_it_is_graded():
-    """It would write the right answer as soon as it sees a test."""
-    waiting = "(while ! [ -e /tests ]; do :; done; echo 1 >/work/right) & disown"
-    _, verdict, _ = play(TASK, waiting, "setsid sleep 100 &")
-    assert verdict.reward == 0.0
+def test_nothing_of_the_agent_runs_while_it_is_graded(monkeypatch):
+    """Neither when its work is taken nor beside the tests."""
+    alive, started, copied = [], Sandboxes.started, BubblewrapSandbox.copy_out
+
+    async def starting(self, task, name, **spec):
+        alive.append(sandboxes.processes("12345.5"))
+        return await started(self, task, name, **spec)
+
+    async def copying(self, *arguments, **named):
+        alive.append(sandboxes.processes("12345.5"))
+        return await copied(self, *arguments, **named)
+
+    monkeypatch.setattr(Sandboxes, "started", starting)
+    monkeypatch.setattr(BubblewrapSandbox, "copy_out", copying)
+    left = "setsid sleep 12345.5 & (trap '' TERM; sleep 12345.5) & disown"
+    count = Action("call", "grep -lsF 12345.5 /proc/[0-9]*/cmdline | grep -c .")
+    seen, *_ = play(TASK, left, count)
+    assert int(seen[1].split()[0]) >= 2  # they did run
+    assert alive == [[], [], []]  # at the start, of the work, and of the grading
 
 
 @pytest.mark.parametrize(

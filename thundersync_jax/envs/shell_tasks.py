@@ -25,7 +25,7 @@ from thundersync_jax.errors import ConfigError
 _OPERATORS = "+-*"
 # A test that holds, or not, decides the reward.
 _TEST = """\
-cd /work && {condition}
+cd /workspace && {condition}
 [ $? -eq 0 ] && reward=1 || reward=0
 echo $reward >/logs/verifier/reward.txt
 """

@@ -17,9 +17,9 @@ import time
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from thundersync_jax.config.checks import at_least_zero, positive
+from thundersync_jax.config.checks import positive
 from thundersync_jax.config.settings import check_types
 from thundersync_jax.envs.base import Action, Context, Observation, Verdict
 from thundersync_jax.sandbox.base import (
@@ -84,7 +84,6 @@ TOOLS = (
 class SandboxOptions:
     """Where commands run, and what of them the policy sees."""
 
-    provider: Literal["bubblewrap"] = "bubblewrap"
     starting: int = 4  # sandboxes that start at the same time
     command_secs: float = 30.0  # most seconds of a command, which is killed then
     output_tokens: int = 1000  # of a command that are shown; its middle is cut
@@ -100,7 +99,6 @@ class SandboxOptions:
         check_types(self, prefix)
         positive(self, prefix, ["starting", "command_secs", "output_tokens", "cpus"])
         positive(self, prefix, ["memory_mb", "processes", "disk_mb", "artefact_mb"])
-        at_least_zero(self, prefix, ["cpus"])
 
     def limits(self) -> Limits:
         return Limits(
@@ -131,28 +129,19 @@ class TerminalTask:
     files: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
     tests: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
     solution: tuple[tuple[str, str], ...] = ()
-    workdir: str = "/work"
+    workdir: str = "/workspace"
 
 
 class Sandboxes:
     """The sandboxes of one run; of those that start at the same time there are few."""
 
-    def __init__(self, options: SandboxOptions, provider: Provider | None = None):
+    def __init__(self, options: SandboxOptions):
         self.options = options
-        self.provider = provider or Bubblewrap(f"u{os.getuid()}")
+        self.provider: Provider = Bubblewrap(f"u{os.getuid()}")
         # A training and an evaluation have an event loop each.
         self._gates: weakref.WeakKeyDictionary[Any, asyncio.Semaphore] = (
             weakref.WeakKeyDictionary()
         )
-
-    @contextlib.asynccontextmanager
-    async def none_left(self, sandbox: Sandbox):
-        """Ends a sandbox where what is done with it at first fails."""
-        try:
-            yield
-        except BaseException:
-            await sandbox.stop()
-            raise
 
     async def started(self, task: TerminalTask, name: str, **spec: Any) -> Sandbox:
         """A sandbox with an empty work directory. Raises SandboxError."""
@@ -160,7 +149,7 @@ class Sandboxes:
         sandbox = self.provider.create(spec, f"{name}-{next(_NUMBERS)}")
         loop = asyncio.get_running_loop()
         gate = self._gates.setdefault(loop, asyncio.Semaphore(self.options.starting))
-        async with gate, self.none_left(sandbox):
+        async with gate:
             await sandbox.start()
         return sandbox
 

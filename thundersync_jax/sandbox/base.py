@@ -67,7 +67,7 @@ class Spec:
     root: Path | None = None
     image: str | None = None
     environment: Path | None = None
-    workdir: str = "/work"
+    workdir: str = "/workspace"
     folders: tuple[str, ...] = ()
     env: Mapping[str, str] = dataclasses.field(default_factory=dict)
     limits: Limits = Limits()

@@ -12,16 +12,13 @@ import os
 import platform
 import posixpath
 import re
-import resource
 import secrets
-import shutil
 import signal
 import subprocess
 from collections.abc import Mapping
-from pathlib import Path
 
 from thundersync_jax.errors import ConfigError
-from thundersync_jax.sandbox import archive, cgroups
+from thundersync_jax.sandbox import archive, cgroups, layout
 from thundersync_jax.sandbox.base import (
     MEBIBYTE,
     MOST_BYTES,
@@ -30,7 +27,6 @@ from thundersync_jax.sandbox.base import (
     Command,
     Copied,
     FileError,
-    Limits,
     Result,
     SandboxError,
     Spec,
@@ -42,38 +38,7 @@ from thundersync_jax.sandbox.command import run
 from thundersync_jax.sandbox.holder import END_SECS, Holder
 from thundersync_jax.sandbox.join import MACHINES
 
-AGENT = 1000  # uid and gid inside
-HOME = "/home/agent"
-PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-
-# Of the host: two users for each sandbox that root makes, far from those of others.
-_FIRST_USER, _USERS = 1_000_000_000, 200_000_000
-
 _FILE_SECS = 300.0
-_MOST_OPEN_FILES = 4096
-
-_OLDEST_LINUX = [5, 9]  # setns of a process, openat2, close_range
-_HOST_FOLDERS = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")
-# Of a root file system: what every sandbox has of its own.
-_OWN = {"dev", "proc", "sys", "tmp", "home", "root", "run", "mnt", "media", "boot"}
-_FILES = {
-    "/etc/passwd": (
-        "root:x:0:0:root:/root:/bin/bash\n"
-        f"agent:x:{AGENT}:{AGENT}:agent:{HOME}:/bin/bash\n"
-        "nobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n"
-    ),
-    "/etc/group": f"root:x:0:\nagent:x:{AGENT}:\nnogroup:x:65534:\n",
-    "/etc/hosts": "127.0.0.1 localhost sandbox\n::1 localhost\n",
-    "/etc/nsswitch.conf": "passwd: files\ngroup: files\nhosts: files dns\n",
-}
-_HOST_FILES = ("/etc/ld.so.cache", "/etc/alternatives")
-_NETWORK_FILES = ("/etc/resolv.conf", "/etc/ssl", "/etc/ca-certificates")
-
-_SETTINGS = {
-    "/proc/sys/kernel/unprivileged_userns_clone": "0",
-    "/proc/sys/kernel/apparmor_restrict_unprivileged_userns": "1",
-    "/proc/sys/user/max_user_namespaces": "0",
-}
 
 
 class Bubblewrap:
@@ -87,13 +52,13 @@ class Bubblewrap:
         if not re.fullmatch(r"[\w-]+", run_id):
             raise ConfigError(f"the run id is {run_id!r}, expected letters and digits.")
         self._prefix = f"thundersync.{run_id}."
-        self._owner = f"{os.getpid()}.{_start_time(os.getpid())}"
+        self._owner = f"{os.getpid()}.{layout.start_time(os.getpid())}"
 
     async def check(self) -> str:
         """As `Provider.check`."""
         machine, release = platform.machine(), platform.release()
         numbers = [int(n) for n in re.findall(r"\d+", release)[:2]]
-        if platform.system() != "Linux" or numbers < _OLDEST_LINUX:
+        if platform.system() != "Linux" or numbers < layout.OLDEST_LINUX:
             raise ConfigError(
                 "sandboxes by bubblewrap need Linux 5.9 or newer, this is "
                 f"{platform.system()} {release}."
@@ -103,7 +68,7 @@ class Bubblewrap:
                 f"sandboxes by bubblewrap know the system calls of {list(MACHINES)}, "
                 f"this machine is {machine!r}."
             )
-        bwrap = _program()
+        bwrap = layout.program()
         version = subprocess.run([bwrap, "--version"], capture_output=True, text=True)
         sandbox = self.create(Spec(), f"check{secrets.token_hex(4)}")
         try:
@@ -112,7 +77,7 @@ class Bubblewrap:
             limited = sandbox.limited()
         except SandboxError as error:
             raise ConfigError(
-                f"bubblewrap cannot make a sandbox here: {error}. {_forbidden()} "
+                f"bubblewrap cannot make a sandbox here: {error}. {layout.forbidden()} "
                 "Commands never run without a sandbox."
             ) from error
         finally:
@@ -135,11 +100,11 @@ class Bubblewrap:
         groups = []
         for folder in cgroups.left(self._prefix):
             pid, start = folder.name.removeprefix(self._prefix).split(".")[:2]
-            if _start_time(int(pid)) != start:
+            if layout.start_time(int(pid)) != start:
                 groups.append(folder)
         for _ in range(int(END_SECS / 0.02)):
             for folder in groups:
-                for member in _read(folder / "cgroup.procs").split():
+                for member in layout.text_of(folder / "cgroup.procs").split():
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(int(member), signal.SIGKILL)
             if not (groups := cgroups.remove(groups)):
@@ -154,26 +119,28 @@ class BubblewrapSandbox:
     def __init__(self, spec: Spec, name: str):
         self._spec, self._name = spec, name
         self._holder = Holder(name, spec.limits)
-        self._users = _users()
+        self._users = layout.users()
         self.has_root = self._users is not None
         self._turn = asyncio.Lock()  # of commands
         self._commands = 0
 
     async def start(self) -> None:
         outer, maps = self._users or (None, None)
-        agent = AGENT if maps else 0  # where its folders are made
+        agent = layout.AGENT if maps else 0  # where its folders are made
         scratch = [
             *((folder, agent, 0o1777) for folder in ("/tmp", "/var/tmp", "/dev/shm")),
-            *((folder, agent, 0o755) for folder in (HOME, self._spec.workdir)),
+            *((folder, agent, 0o755) for folder in (layout.HOME, self._spec.workdir)),
             *((folder, agent, 0o755) for folder in self._spec.folders),
             *([("/root", 0, 0o700)] if maps else []),
         ]
-        files = {} if self._spec.root else {k: v.encode() for k, v in _FILES.items()}
-        words = _words(self._spec, [at for at, *_ in scratch], self.has_root)
+        files = (
+            {} if self._spec.root else {k: v.encode() for k, v in layout.FILES.items()}
+        )
+        words = layout.words_of(self._spec, [at for at, *_ in scratch], self.has_root)
         words.append(self._name)  # for people who list processes
         request = {
             "do": "start",
-            "bwrap": _program(),
+            "bwrap": layout.program(),
             "outer": outer,
             "maps": maps,
             "files": files,
@@ -194,8 +161,8 @@ class BubblewrapSandbox:
         user: User = None,
         most_bytes: int = MOST_BYTES,
     ) -> Result:
-        name, home = ("root", "/root") if user else ("agent", HOME)
-        own = {"PATH": PATH, "LANG": "C.UTF-8", "USER": name, "LOGNAME": name}
+        name, home = ("root", "/root") if user else ("agent", layout.HOME)
+        own = {"PATH": layout.PATH, "LANG": "C.UTF-8", "USER": name, "LOGNAME": name}
         request = {
             "do": "run",
             "argv": arguments(command),
@@ -209,7 +176,7 @@ class BubblewrapSandbox:
             groups = self._holder.groups
             request |= {
                 "mark": self._commands,
-                "rlimits": _rlimits(self._spec.limits, groups),
+                "rlimits": layout.rlimits(self._spec.limits, groups),
                 "cgroups": cgroups.members(groups),
             }
             return await run(self._holder, request, stdin, timeout_secs, most_bytes)
@@ -337,105 +304,9 @@ class BubblewrapSandbox:
             raise ValueError(f"the user is {user!r}, expected None or 'root'")
         if user == "root" and not self.has_root:
             raise ValueError("this sandbox has no root: ask its has_root first")
-        return (0 if user else AGENT) if self.has_root else None
+        return (0 if user else layout.AGENT) if self.has_root else None
 
     def _path(self, path: str) -> str:
         if "\0" in path:
             raise FileError(f"{path!r} is no path")
         return posixpath.join(self._spec.workdir, path)
-
-
-def _words(spec: Spec, folders: list[str], mapped: bool) -> list[str]:
-    """What bubblewrap is told: all but its scratch and, if they are mapped, users."""
-    words = ["--unshare-user", "--unshare-all", "--as-pid-1", "--new-session"]
-    words += ["--clearenv", "--setenv", "PATH", PATH, "--hostname", "sandbox"]
-    words += ["--share-net"] if spec.network else []
-    words += [] if mapped else ["--uid", str(AGENT), "--gid", str(AGENT)]
-    # One capability, of no use in a namespace, that the agent lacks: without it the
-    # holder could be traced by whoever has its user.
-    words += ["--cap-drop", "ALL", "--cap-add", "CAP_WAKE_ALARM"]
-    words += ["--proc", "/proc", "--dev", "/dev"]
-    root = Path("/") if spec.root is None else Path(spec.root)
-    if spec.root is None:
-        names = _HOST_FOLDERS
-        extra = _HOST_FILES + (_NETWORK_FILES if spec.network else ())
-        words += [word for at in extra for word in ("--ro-bind-try", at, at)]
-    else:
-        names = sorted({path.name for path in root.iterdir()} - _OWN)
-    for name in names:
-        path = root / name
-        if path.is_symlink():
-            words += ["--symlink", os.readlink(path), f"/{name}"]
-        elif path.exists():
-            words += ["--ro-bind", str(path), f"/{name}"]
-    for folder in folders:
-        if spec.root is None or not (root / folder[1:]).is_dir():
-            words += ["--dir", folder]
-    words += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/", "--"]
-    # Where it ignores them, ended processes that nobody waits for do not stay.
-    return [*words, "bash", "-c", "trap '' CHLD; exec cat"]
-
-
-def _rlimits(limits: Limits, groups: list[Path]) -> list[tuple[int, int]]:
-    most = [
-        (resource.RLIMIT_NPROC, limits.processes),
-        (resource.RLIMIT_FSIZE, limits.file_mb * MEBIBYTE),
-        (resource.RLIMIT_CPU, limits.cpu_secs),
-        (resource.RLIMIT_NOFILE, _MOST_OPEN_FILES),
-        (resource.RLIMIT_CORE, 0),
-    ]
-    if not cgroups.covers(groups, "memory"):
-        most.append((resource.RLIMIT_AS, limits.memory_mb * MEBIBYTE))
-    return most
-
-
-def _program() -> str:
-    """Where bubblewrap is. Raises ConfigError."""
-    if (bwrap := shutil.which("bwrap")) is None:
-        raise ConfigError(
-            "sandboxes by bubblewrap need the program bwrap; install the package "
-            "bubblewrap. Commands never run without a sandbox."
-        )
-    return bwrap
-
-
-def _users() -> tuple[int, str] | None:
-    """The first of two host users for a sandbox, and their map; None if not by root."""
-    if os.geteuid() != 0:
-        return None
-    for line in _read("/proc/self/uid_map").splitlines():
-        first, _, count = map(int, line.split())
-        if first <= _FIRST_USER and first + count >= _FIRST_USER + _USERS:
-            user = _FIRST_USER + 2 * secrets.randbelow(_USERS // 2)
-            return user, f"0 {user} 1\n{AGENT} {user + 1} 1\n"
-    return None
-
-
-def _start_time(pid: int) -> str:
-    """When a process started, in the kernel's ticks; empty where there is none."""
-    return " ".join(_read(f"/proc/{pid}/stat").rpartition(")")[2].split()[19:20])
-
-
-def _read(path: str | Path) -> str:
-    try:
-        with open(path) as file:
-            return file.read()
-    except OSError:
-        return ""
-
-
-def _forbidden() -> str:
-    """Which settings of the kernel stand in the way."""
-    bad = [
-        path.removeprefix("/proc/sys/").replace("/", ".") + f" is {value}"
-        for path, value in _SETTINGS.items()
-        if _read(path).strip() == value
-    ]
-    names = ", ".join(
-        path.removeprefix("/proc/sys/").replace("/", ".") for path in _SETTINGS
-    )
-    return (
-        f"The kernel forbids user namespaces: {', '.join(bad)}."
-        if bad
-        else f"Where user namespaces are forbidden, the settings are {names}."
-    )
